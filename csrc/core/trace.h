@@ -1,0 +1,57 @@
+// The trace: a fixed ring of events, always on. Writing one costs two counter reads and a 32-byte store.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "core/clock.h"
+
+namespace gpucomm {
+
+// The five stages, and what can stand between them.
+enum class TraceKind : uint16_t { kReady, kPack, kReduce, kUnpack, kStep, kWait, kHeader };
+inline constexpr int kTraceKindCount = 7;
+
+constexpr std::string_view name_of(TraceKind kind) {
+  constexpr std::string_view names[kTraceKindCount] = {"ready", "pack", "reduce", "unpack", "step", "wait", "header"};
+  return names[static_cast<int>(kind)];
+}
+
+struct TraceEvent {
+  uint64_t begin_ticks;
+  uint64_t end_ticks;
+  uint64_t bytes;
+  int32_t id;  // ready, pack: parameter; reduce, unpack, wait: bucket (-1: the whole iteration)
+  TraceKind kind;
+  uint16_t iteration;  // low 16 bits
+};
+static_assert(sizeof(TraceEvent) == 32);
+
+class Trace {
+ public:
+  // capacity is rounded up to a power of two.
+  explicit Trace(size_t capacity = 16384);
+
+  // Any thread. A reader that overtakes a writer may see a torn event; snapshot() drops the ones being overwritten.
+  void record(TraceKind kind, int32_t id, uint64_t begin_ticks, uint64_t end_ticks, uint64_t bytes,
+              uint64_t iteration) noexcept {
+    const uint64_t at = next_.fetch_add(1, std::memory_order_relaxed);
+    events_[at & mask_] = {begin_ticks, end_ticks, bytes, id, kind, static_cast<uint16_t>(iteration)};
+  }
+
+  // Oldest first; at most capacity events.
+  std::vector<TraceEvent> snapshot() const;
+  uint64_t recorded() const noexcept { return next_.load(std::memory_order_relaxed); }
+  void clear() noexcept { next_.store(0, std::memory_order_relaxed); }
+
+ private:
+  std::unique_ptr<TraceEvent[]> events_;
+  uint64_t mask_;
+  std::atomic<uint64_t> next_{0};
+};
+
+}  // namespace gpucomm
