@@ -40,6 +40,12 @@ class CommTimeout : public CommError {
   std::vector<int> missing;  // as Transport::global_rank gives them
 };
 
+// The transport cannot serve this group of ranks; the same on all of them, the text says which rank cannot and why.
+class TransportUnavailable : public CommError {
+ public:
+  using CommError::CommError;
+};
+
 // A fault of gpucomm itself: expression, values, file:line.
 class InternalError : public std::logic_error {
  public:
