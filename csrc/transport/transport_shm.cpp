@@ -31,17 +31,16 @@ ShmTransport::~ShmTransport() { collectives_->close(); }
 
 Memory ShmTransport::allocate(size_t bytes) { return collectives_->allocate(bytes); }
 
-void ShmTransport::check(const Collective& collective) const {
-  Transport::check(collective);
-  if (collective.kind == CollectiveKind::kAllReduce && collective.in != collective.out) {
-    throw UsageError("all_reduce: in and out differ, it works in place");
-  }
-}
-
 void ShmTransport::start(const Collective& collective, Stream& stream) {
   check(collective);
   const uint64_t number = collectives_->begin(collective);
-  stream.enqueue(std::make_shared<CollectiveTask>(collectives_, number));
+  try {
+    stream.enqueue(std::make_shared<CollectiveTask>(collectives_, number));
+  } catch (...) {
+    // Peers count on the operation, and nobody here would ever finish it.
+    collectives_->abort("its stream refused a collective");
+    throw;
+  }
   collectives_->progress();
 }
 

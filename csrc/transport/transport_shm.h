@@ -35,8 +35,6 @@ class ShmTransport final : public Transport {
   void abort(const std::string& reason) noexcept override;
 
  private:
-  void check(const Collective& collective) const;
-
   std::shared_ptr<shm::Collectives> collectives_;  // shared with the tasks
 };
 
