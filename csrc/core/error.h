@@ -40,7 +40,13 @@ class CommTimeout : public CommError {
   std::vector<int> missing;  // as Transport::global_rank gives them
 };
 
-// The transport cannot serve this group of ranks; the same on all of them, the text says which rank cannot and why.
+// Ranks started different collectives under the same number. The object that raised it is dead from then on.
+class CollectiveMismatch : public CommError {
+ public:
+  using CommError::CommError;
+};
+
+// The transport that was asked for cannot be had between these ranks; raised by all of them alike. Nothing was created.
 class TransportUnavailable : public CommError {
  public:
   using CommError::CommError;
