@@ -264,4 +264,3 @@ def flat_tensor(memory: _core.Memory, dtype: torch.dtype, numel: int) -> torch.T
     if numel == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=numel)
-
