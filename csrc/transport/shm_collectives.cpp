@@ -80,7 +80,7 @@ Collectives::Collectives(const ShmOptions& options)
 
 void Collectives::ensure_usable() {
   if (fork_guard_.forked()) throw UsageError("this transport belongs to the process that was forked, not to its child");
-  if (failures_.failed()) failures_.rethrow();
+  failures_.check();
 }
 
 Memory Collectives::allocate(size_t bytes) {
@@ -365,34 +365,42 @@ std::string Collectives::describe(uint64_t number) const {
   return text;
 }
 
+bool Collectives::misses(int rank) const {
+  return rank != rank_ && !counters_.reached(rank, waited_for_.awaited, waited_for_.target);
+}
+
 void Collectives::examine(bool slice_over) {
-  failures_.adopt_from_peers();
-  const auto missing = [this](int rank) {
-    return rank != rank_ && !counters_.reached(rank, waited_for_.awaited, waited_for_.target);
-  };
-  const std::string what = describe(completed_ + 1);
-  std::vector<int> ranks;
+  failures_.check();
+  bool any_missing = false;
   for (int rank = 0; rank < size_; ++rank) {
-    if (!missing(rank)) continue;
+    if (!misses(rank)) continue;
     // What a peer did before it closed or ended counts: look at the counter once more afterwards.
     // Acquire: partner is the release in close().
-    const bool closed = blocks_[static_cast<size_t>(rank)]->closed.load(std::memory_order_acquire) != 0;
-    if (closed && missing(rank)) {
-      failures_.peer_failed(rank, "it closed its transport while this rank waited for it in " + what);
+    if (blocks_[rank]->closed.load(std::memory_order_acquire) != 0 && misses(rank)) {
+      failures_.peer_failed(rank, "it closed its transport before its part of " + describe(completed_ + 1));
     }
-    const ProcessWatch& process = world_.ranks[static_cast<size_t>(rank)].process;
-    if (slice_over && process.ended() && missing(rank)) {
-      failures_.peer_failed(rank, "process " + std::to_string(process.pid()) + " ended before its part of " + what);
+    const ProcessWatch& process = world_.ranks[rank].process;
+    if (slice_over && process.ended() && misses(rank)) {
+      failures_.peer_failed(
+          rank, "process " + std::to_string(process.pid()) + " ended before its part of " + describe(completed_ + 1));
     }
-    ranks.push_back(rank);
+    any_missing = true;
   }
-  if (!slice_over || ranks.empty()) return;
+  if (slice_over && any_missing) check_deadline();
+}
+
+void Collectives::check_deadline() {
   const int64_t now = now_ns();
   if (deadline_ns_ == 0) {
     // The first slice is over: the wait began that much earlier.
     deadline_ns_ = now + static_cast<int64_t>(timeout_s_ * 1e9) - Waiter::kSliceMs * 1000000;
   }
-  if (now >= deadline_ns_) failures_.timed_out(ranks, what);
+  if (now < deadline_ns_) return;
+  std::vector<int> ranks;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (misses(rank)) ranks.push_back(rank);
+  }
+  if (!ranks.empty()) failures_.timed_out(ranks, describe(completed_ + 1));
 }
 
 void Collectives::interrupted() noexcept {

@@ -76,7 +76,9 @@ class Collectives final : private Waiter::Watch {
 
   void ring();
   Blocker head_blocker();
+  bool misses(int rank) const;  // in the wait that is going on
   void examine(bool slice_over) override;
+  void check_deadline();
   void interrupted() noexcept override;
   std::string describe(uint64_t number) const;
 
