@@ -167,20 +167,24 @@ TEST(ShmFailure, WhatAPeerGaveBeforeItClosedStillCounts) {
 }
 
 TEST(ShmFailure, ClosingDuringAnOperationFailsThePeersAndTheTask) {
-  const auto thrown = run_ranks_catching(2, small_options(), [](int rank, std::unique_ptr<ShmTransport>& transport) {
+  std::atomic<bool> closed{false};
+  const auto thrown = run_ranks_catching(2, small_options(), [&](int rank, std::unique_ptr<ShmTransport>& transport) {
+    if (rank == 1) {
+      while (!closed.load()) usleep(100);
+      reduce_once(*transport);
+      return;
+    }
     std::vector<float> x(4);
     InlineStream stream;
     transport->start(all_reduce(x.data(), 4), stream);
-    transport->start(all_reduce(x.data(), 4), stream);
-    if (rank == 0) transport->start(all_reduce(x.data(), 4), stream);
-    if (rank == 0) transport.reset();
+    transport.reset();
+    closed.store(true);
     stream.synchronize(stream.record());
-    if (rank == 1) reduce_once(*transport);
-    if (rank == 1) reduce_once(*transport);
   });
   for (const auto& error : thrown) {
     ASSERT_NE(as<PeerFailed>(error), nullptr) << text_of(error);
     EXPECT_EQ(as<PeerFailed>(error)->rank, 0);
+    EXPECT_NE(text_of(error).find("closed its transport during all_reduce #1"), std::string::npos) << text_of(error);
   }
 }
 
