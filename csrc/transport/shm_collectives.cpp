@@ -126,6 +126,16 @@ uint64_t Collectives::begin(const Collective& collective) {
 
 void Collectives::progress() {
   if (idle()) return;
+  step();
+  ring();
+}
+
+void Collectives::finish(uint64_t number) {
+  for (step(); !complete(number); step()) block();
+  ring();
+}
+
+void Collectives::step() {
   ensure_usable();
   for (;;) {
     const uint64_t completed = completed_;
@@ -134,7 +144,6 @@ void Collectives::progress() {
     if (published_ == begun_ || completed_ == completed) break;
     publish_pending();  // completions made room in the ring
   }
-  ring();
 }
 
 void Collectives::ring() {
@@ -349,12 +358,14 @@ Blocker Collectives::head_blocker() {
 void Collectives::block() {
   ensure_usable();
   if (idle()) return;
-  ring();
   const Blocker blocker = head_blocker();
+  const std::atomic<uint64_t>& counter = counters_.of(blocker.rank, blocker.awaited, blocker.target);
+  // Ringing waits until the counter has left this core: where the peer answers at once, do it after the next step.
+  if (waiter_.spin_briefly(counter, blocker.target)) return;
+  ring();
   if (blocker.awaited != waited_for_.awaited || blocker.target != waited_for_.target) deadline_ns_ = 0;
   waited_for_ = blocker;
-  waiter_.wait(blocks_[static_cast<size_t>(blocker.rank)]->bell,
-               counters_.of(blocker.rank, blocker.awaited, blocker.target), blocker.target, *this);
+  waiter_.wait(blocks_[static_cast<size_t>(blocker.rank)]->bell, counter, blocker.target, *this);
 }
 
 std::string Collectives::describe(uint64_t number) const {

@@ -35,6 +35,8 @@ class Collectives final : private Waiter::Watch {
   uint64_t begin(const Collective& collective);
   // Does what can be done without waiting. Throws if this rank or, for a collective that differs, the world has failed.
   void progress();
+  // Blocks until the operation is complete.
+  void finish(uint64_t number);
   bool complete(uint64_t number) const { return completed_ >= number; }
   bool idle() const { return completed_ == begun_; }
   // Blocks until progress() may get further. Throws CommTimeout, PeerFailed, or what the interrupt check raised.
@@ -59,6 +61,7 @@ class Collectives final : private Waiter::Watch {
   Operation& operation(uint64_t number) { return operations_[number & (operations_.size() - 1)]; }
   Descriptor& descriptor(int rank, uint64_t number) const { return blocks_[rank]->ring[number % kRingSize]; }
   void grow();
+  void step();  // progress() without the bell
   void ensure_usable();
 
   void publish_pending();
