@@ -9,8 +9,8 @@
 // What the share is follows from ALL descriptors, so all ranks decide alike:
 //   gather   every rank reads every contribution and makes its whole output itself. Contributions lie in descriptors,
 //            data slots or heaps; only a rank whose heap is being read waits for its peers' done.
-//   push     all_reduce with a contribution in a heap: rank r reduces slice r of all contributions, in rank order, and
-//            writes it into all of them; complete when all are done.
+//   push     all_reduce of more than a little, or with a contribution in a heap: rank r reduces slice r of all
+//            contributions, in rank order, and writes it into all of them; complete when all are done.
 //   staged   a contribution is in ordinary memory and too large for a data slot: shm_staging.h.
 #pragma once
 

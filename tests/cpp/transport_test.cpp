@@ -201,7 +201,8 @@ TEST(ShmTransport, DefaultBuffersAreRight) {
   options.heap_bytes = size_t{64} << 20;
   run_ranks(2, options, [](int, ShmTransport& transport) {
     for (const Where where : kEverywhere) {
-      for (const size_t numel : {1000, 20000, 700001}) {
+      // Gathered, pushed through data slots, staged in one and in several rounds.
+      for (const size_t numel : {1000, 10000, 20000, 700001}) {
         for (const CollectiveKind kind : kDataKinds) run_and_check(transport, where, shape_of(kind, numel));
       }
     }
