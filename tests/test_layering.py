@@ -14,7 +14,8 @@ PACKAGE = ROOT / "gpucomm"
 
 # A layer includes itself and those before it.
 CPP_LAYERS = ("core", "kernels", "transport", "engine", "bindings")
-ARCHITECTURES = ("x86", "aarch64", "avx2", "avx512")
+# Suffixes of files that are compiled, or included, for one architecture or instruction set only.
+ARCHITECTURES = ("_x86", "_aarch64", "_avx2", "_avx512", "_f16c", "_neon")
 
 
 def cpp_files():
@@ -130,8 +131,9 @@ def test_every_source_lies_in_a_layer():
 
 @pytest.mark.parametrize("path", cpp_files(), ids=name)
 def test_intrinsics_are_in_files_chosen_by_architecture(path):
-    intrinsics = [header for header in includes(path) if re.search(r"intrin\.h$|cpuid\.h|arm_neon|arm_sve", header)]
-    assert not intrinsics or path.stem.endswith(ARCHITECTURES), f"{name(path)} includes {intrinsics}"
+    specific = r"intrin\.h$|cpuid\.h|arm_neon|arm_sve|(" + "|".join(ARCHITECTURES) + r")\.h$"
+    included = [header for header in includes(path) if re.search(specific, header)]
+    assert not included or path.stem.endswith(ARCHITECTURES), f"{name(path)} includes {included}"
 
 
 def test_only_world_reads_the_environment():
