@@ -1,0 +1,78 @@
+"""The program: checks everything before anything is written, then starts the ranks, or is one of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from datetime import timedelta
+
+import torch.distributed
+
+from gpucomm.examples.train_lm import launch
+from gpucomm.examples.train_lm.compare import compare
+from gpucomm.examples.train_lm.errors import JobError
+from gpucomm.examples.train_lm.memory import check_fits
+from gpucomm.examples.train_lm.options import Settings, parse
+from gpucomm.examples.train_lm.run_folder import check_free, check_resumable, create
+from gpucomm.examples.train_lm.text import Text, read_text
+from gpucomm.examples.train_lm.train import train, use_cores
+
+
+def main(argv: list[str]) -> int:
+    """The exit status. What the user can put right is one line on stderr, from one process."""
+    is_rank = launch.is_rank()
+    try:
+        if is_rank:
+            be_rank(argv)
+        else:
+            start(argv)
+    except JobError as error:
+        if not is_rank or os.environ["RANK"] == "0":  # every rank finds the same
+            print(f"train_lm: {error}", file=sys.stderr)
+        return launch.TOLD if is_rank else 1
+    except OSError as error:  # this rank alone, while running: a full disk
+        print(f"train_lm: {error}", file=sys.stderr)
+        return launch.TOLD if is_rank else 1
+    except KeyboardInterrupt:
+        if not is_rank:
+            print("train_lm: interrupted", file=sys.stderr)
+        return launch.INTERRUPTED
+    return 0
+
+
+def start(argv: list[str]) -> None:
+    """The user's process: checks, then starts the ranks and waits for them."""
+    settings, text = checked(argv)
+    check_fits(settings, text.byte_count)
+    arguments = argv if settings.resume else [*argv, "--out", settings.out]
+    launch.start_ranks(settings.nproc, arguments)
+
+
+def be_rank(argv: list[str]) -> None:
+    """A rank, started by us or by torchrun."""
+    launch.end_promptly_on_interrupt()
+    settings, text = checked(argv, world_size=int(os.environ["WORLD_SIZE"]))
+    use_cores(settings.nproc)
+    if os.environ["RANK"] == "0" and not settings.resume:
+        create(settings)
+    torch.distributed.init_process_group("gloo", timeout=timedelta(minutes=5))
+    try:
+        (compare if settings.compare else train)(settings, text)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def checked(argv: list[str], world_size: int | None = None) -> tuple[Settings, Text]:
+    """The settings and the text; raises JobError for whatever can be known to be wrong beforehand."""
+    settings = parse(argv, world_size)
+    text = read_text(settings.data, settings.block_size)
+    if settings.resume:
+        check_resumable(settings, text)
+    elif world_size is None:  # else rank 0 may have created it already
+        check_free(settings)
+    return replace(settings, text_digest=text.digest), text
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
