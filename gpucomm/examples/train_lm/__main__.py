@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from gpucomm.examples.train_lm import launch
 from gpucomm.examples.train_lm.compare import compare
@@ -34,9 +36,12 @@ def main(argv: list[str]) -> int:
     except OSError as error:  # this rank alone, while running: a full disk
         print(f"train_lm: {error}", file=sys.stderr)
         return launch.TOLD if is_rank else 1
-    except KeyboardInterrupt:
+    except SignalException as end:
+        print(f"train_lm: ended by {end.sigval.name}", file=sys.stderr)
+        return 128 + end.sigval
+    except KeyboardInterrupt:  # before the ranks are started; in a rank, the launcher is the one to tell
         if not is_rank:
-            print("train_lm: interrupted", file=sys.stderr)
+            print(f"train_lm: ended by {signal.SIGINT.name}", file=sys.stderr)
         return launch.INTERRUPTED
     return 0
 

@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -39,8 +38,11 @@ def is_rank() -> bool:
 
 
 def start_ranks(count: int, arguments: Sequence[str]) -> None:
-    """Runs this program again as `count` ranks, and waits for them. Raises JobError if one fails, KeyboardInterrupt."""
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # its news reaches the user through us, once
+    """Runs this program again as `count` ranks, and waits for them.
+
+    Raises JobError if one fails, and SignalException if a signal ended the run (all ranks are gone then).
+    """
+    logging.disable(logging.CRITICAL)  # the launcher's news reaches the user through us, in one line
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -53,8 +55,6 @@ def start_ranks(count: int, arguments: Sequence[str]) -> None:
     )
     try:
         elastic_launch(config, sys.executable)("-c", _RANK_PROGRAM, *arguments)
-    except SignalException:
-        raise KeyboardInterrupt from None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode == TOLD:

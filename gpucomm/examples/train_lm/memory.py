@@ -21,9 +21,11 @@ def check_fits(settings: Settings, text_bytes: int) -> None:
     per_rank = bytes_per_rank(settings, text_bytes)
     needed, available = settings.nproc * per_rank, available_bytes()
     if needed > available:
+        fitting = available // per_rank
         raise JobError(
-            f"--nproc {settings.nproc}: needs about {_gib(needed)} of memory ({_gib(per_rank)} per rank for preset "
-            f"{settings.preset}), {_gib(available)} is available; at most {available // per_rank} ranks fit"
+            f"--preset {settings.preset} --batch-size {settings.batch_size} --nproc {settings.nproc} needs about "
+            f"{_gib(needed)} of memory, {_gib(per_rank)} per rank; {_gib(available)} is available, enough for "
+            f"{f'--nproc {fitting}' if fitting else 'none'}"
         )
 
 

@@ -108,24 +108,29 @@ def _parser() -> argparse.ArgumentParser:
     option("--data", metavar="FILE_OR_FOLDER", help="text to train on (default: this Python's standard library)")
     option("--out", metavar="FOLDER", help="run folder, new (default runs/train_lm-PRESET-TIME)")
     option("--resume", metavar="FOLDER", help="continue the run in this folder, bitwise as if it had not stopped")
-    option("--seed", type=_seed, help="of weights and batches (default 0)")
-    option("--sample-length", type=_seed, help="bytes of text to generate at the end; 0 for none (default 300)")
-    option("--transport", help="gpucomm's transport (default auto)")
+    option("--seed", type=_natural, help="of weights and batches (default 0)")
+    option("--sample-length", type=_natural, help="bytes of text to generate at the end; 0 for none (default 300)")
+    option("--transport", choices=["auto", "shm", "c10d"], help="gpucomm's transport (default auto)")
     option("--compare", action="store_true", help="train a second replica with stock DDP, in turns, and compare")
     option("--no-progress", dest="progress", action="store_false", help="no progress bar")
     return parser
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    value = _natural(text)
+    if value == 0:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text}")
-    return int(text)
+    return value
 
 
-def _seed(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 on, got {text}")
-    return int(text)
+def _natural(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not (0 <= value < 2**63):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2^63 - 1, got {text}")
+    return value
 
 
 def _positive(text: str) -> float:

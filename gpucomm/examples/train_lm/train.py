@@ -21,7 +21,14 @@ CONSTANT_UNTIL = 200
 def train(settings: Settings, text: Text) -> None:
     """Trains, and prints the figures and a sample on rank 0. The process group must exist."""
     model = build_model(settings)
-    trainer = build_trainer(DistributedDataParallel(model), settings, text, folder=settings.out)
+    trainer = build_trainer(
+        DistributedDataParallel(model),
+        settings,
+        text,
+        folder=settings.out,
+        eval_every=settings.eval_every,
+        checkpoint_every=settings.checkpoint_every,
+    )
     if settings.resume:
         step = trainer.resume()
         say(f"resumed {settings.out} at step {step}")
@@ -46,8 +53,6 @@ def build_trainer(wrapped: torch.nn.Module, settings: Settings, text: Text, **op
         accumulate=settings.accumulate,
         clip_norm=settings.clip,
         eval_batches=held_out_batches(text, settings.batch_size, settings.block_size, rank, world_size),
-        eval_every=settings.eval_every,
-        checkpoint_every=settings.checkpoint_every,
         average=mean_over_ranks,
         count_items=lambda batch: batch[0].numel(),
         items_name="bytes",
