@@ -1,7 +1,6 @@
-"""The language-model example: presets, text, batches, the whole program on two ranks, and one line for each bad input."""
+"""The language-model example: presets, text, batches, the program on two ranks, and one line for each bad input."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -11,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 
-from gpucomm.examples.train_lm import memory, options
+from gpucomm.examples.train_lm import compare, memory, options
 from gpucomm.examples.train_lm.__main__ import main
 from gpucomm.examples.train_lm.model import GPT, PRESETS, Shape, generate, loss
 from gpucomm.examples.train_lm.text import TrainBatches, held_out_batches, read_text
@@ -30,19 +30,17 @@ def corpus(tmp_path_factory):
     return str(path)
 
 
-def run_program(*arguments, program=PROGRAM, **environment):
-    return subprocess.run(
-        [*program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
-    )
+def run_as_ranks(*arguments):
+    """The program as two ranks that a launcher has started: their outcomes."""
+    return run_ranks(lambda rank, world: main(list(arguments)), 2, init=False, expect_failures=True)
 
 
 @pytest.fixture(scope="module")
 def finished_run(corpus, tmp_path_factory):
     """Six steps on two ranks with checkpoints at 3 and 6: (folder, the finished process)."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    process = run_program(
-        *SMALL, "--data", corpus, "--out", str(folder), "--steps", "6", "--eval-every", "3", "--checkpoint-every", "3"
-    )
+    arguments = ["--data", corpus, "--out", str(folder), "--steps", "6", "--eval-every", "3", "--checkpoint-every", "3"]
+    process = subprocess.run([*PROGRAM, *SMALL, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert process.returncode == 0, process.stderr
     return folder, process
 
@@ -80,6 +78,11 @@ def test_the_same_seed_generates_the_same_bytes_beyond_the_block_size():
     assert len(first) == 20
     assert first == generate(model, b"ab", 20, seed=1)
     assert first != generate(model, b"ab", 20, seed=2)
+
+
+@pytest.mark.parametrize("shape", [PRESETS["tiny"], Shape(layers=3, heads=2, width=10, block_size=7, vocabulary=300)])
+def test_the_counted_parameters_are_the_model_s(shape):
+    assert memory.parameter_count(shape) == sum(parameter.numel() for parameter in GPT(shape).parameters())
 
 
 # Text and batches
@@ -140,9 +143,8 @@ def test_the_program_trains_and_ends_with_a_sample_of_text(finished_run):
     folder, process = finished_run
     assert process.stderr == ""
     assert process.stdout.count("held-out loss") == 2
-    before, sample, after = process.stdout.split("---\n")[-1], *process.stdout.split("bytes\n")[1:], ""
-    assert len(sample) > 10
-    assert before == after == ""
+    sample = process.stdout.partition("--- sample of 40 bytes\n")[2].removesuffix("\n---\n")
+    assert 10 <= len(sample) <= 40
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
     assert len(losses) == 6
@@ -155,35 +157,54 @@ def test_a_resumed_program_ends_with_bitwise_the_same_weights_and_losses(finishe
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     shutil.rmtree(folder / "checkpoints" / "step-00000006")
-    process = run_program("--resume", str(folder))
-    assert process.returncode == 0, process.stderr
-    assert "resumed" in process.stdout
-    assert "at step 3" in process.stdout
+    first, second = run_as_ranks("--resume", str(folder))
+    assert first.value == second.value == 0, (first.complaint(), second.complaint(), first.output)
+    assert f"resumed {folder} at step 3" in first.output
+    assert second.output == ""
 
     first, second = (load_file(path / "checkpoints/step-00000006/shared.pt") for path in (whole, folder))
     for name, tensor in first["model"].items():
         assert torch.equal(tensor, second["model"][name]), name
     assert str(first["optimizer"]) == str(second["optimizer"])
-    lines = [[json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()] for path in (whole, folder)]
+    lines = [
+        [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()] for path in (whole, folder)
+    ]
     keys = ("step", "loss", "eval_loss", "lr", "grad_norm")
     assert [[record.get(key) for key in keys] for record in lines[0]] == [
         [record.get(key) for key in keys] for record in lines[1]
     ]
 
 
-def test_a_comparison_under_torchrun_finds_equal_losses(corpus, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = run_program(
-        *SMALL, "--data", corpus, "--out", str(tmp_path / "run"), "--steps", "8", "--compare",
-        program=[*torchrun, "-m", "gpucomm.examples.train_lm"],
-        OMP_NUM_THREADS="1",
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr
-    assert "losses of all 8 steps bitwise equal: yes" in process.stdout
-    assert "final weights bitwise equal: yes" in process.stdout
-    result = json.loads((tmp_path / "run" / "compare.json").read_text())
+def test_a_comparison_finds_equal_losses(corpus, tmp_path):
+    folder = tmp_path / "run"
+    first, second = run_as_ranks(*SMALL, "--data", corpus, "--out", str(folder), "--steps", "8", "--compare")
+    assert first.value == second.value == 0, (first.complaint(), second.complaint(), first.output)
+    assert "losses of all 8 steps bitwise equal: yes" in first.output
+    assert "final weights bitwise equal: yes" in first.output
+    assert second.output == ""
+    result = json.loads((folder / "compare.json").read_text())
     assert all(seconds > 0 for seconds in result["median_step_s"].values())
-    assert result["ratio"] > 0
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 8
+
+
+def test_a_comparison_says_so_when_losses_differ(corpus, tmp_path, monkeypatch):
+    """The second replica's weights start elsewhere, on one rank only."""
+    monkeypatch.setattr(compare, "better_views_setting", lambda settings, text: True)
+    monkeypatch.setattr(compare.Arm, "step", skewed(compare.Arm.step))
+    arguments = ["--data", corpus, "--out", str(tmp_path / "run"), "--steps", "2", "--compare"]
+    first, _ = run_as_ranks(*SMALL, *arguments)
+    assert "losses of all 2 steps bitwise equal: NO" in first.output
+    assert "final weights bitwise equal: NO" in first.output
+
+
+def skewed(step):
+    def skewed_step(arm):
+        if arm.name == "gpucomm" and torch.distributed.get_rank() == 1:
+            with torch.no_grad():
+                arm.model.norm.weight[0] += 0.5
+        step(arm)
+
+    return skewed_step
 
 
 def test_ctrl_c_ends_all_ranks_within_three_seconds_with_one_line(corpus, tmp_path):
@@ -346,13 +367,11 @@ def test_a_resume_that_does_not_fit_gets_one_line(damage, arguments, line, finis
     assert (folder / "metrics.jsonl").read_bytes() == metrics
 
 
-def test_bad_input_in_ranks_of_torchrun_is_told_by_rank_0_only(monkeypatch, capsys):
-    for rank, lines in [("0", 1), ("1", 0)]:
-        monkeypatch.setattr("gpucomm.examples.train_lm.launch.end_promptly_on_interrupt", lambda: None)
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        assert main(["--nproc", "5"]) != 0
-        assert capsys.readouterr().err.count("\n") == lines
+def test_bad_input_in_ranks_is_told_by_rank_0_only():
+    first, second = run_as_ranks("--nproc", "5")
+    assert first.output == "train_lm: --nproc 5: the launcher has started 2 ranks\n"
+    assert second.output == ""
+    assert 0 not in (first.value, second.value)
 
 
 # Memory

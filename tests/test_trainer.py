@@ -9,13 +9,13 @@ import random
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from gpucomm.trainer import CheckpointError, Trainer
 from gpucomm.trainer.checkpoint import CheckpointFolder, load_file
-from ranks import run_ranks
 
 
 def make_model(seed=0, dropout=0.0):

@@ -7,6 +7,7 @@ import signal
 import sys
 from dataclasses import replace
 from datetime import timedelta
+from typing import NoReturn
 
 import torch.distributed
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -62,10 +63,8 @@ def be_rank(argv: list[str]) -> None:
     if os.environ["RANK"] == "0" and not settings.resume:
         create(settings)
     torch.distributed.init_process_group("gloo", timeout=timedelta(minutes=5))
-    try:
-        (compare if settings.compare else train)(settings, text)
-    finally:
-        torch.distributed.destroy_process_group()
+    (compare if settings.compare else train)(settings, text)
+    torch.distributed.destroy_process_group()  # after an error it could wait for peers in vain; exiting is enough
 
 
 def checked(argv: list[str], world_size: int | None = None) -> tuple[Settings, Text]:
@@ -79,5 +78,14 @@ def checked(argv: list[str], world_size: int | None = None) -> tuple[Settings, T
     return replace(settings, text_digest=text.digest), text
 
 
+def leave(status: int) -> NoReturn:
+    """Exits; after a signal without the interpreter's tear-down, of which torch makes more than a second."""
+    if status > 128:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -97,9 +97,8 @@ def take_turns(stock: Arm, ours: Arm, settings: Settings) -> None:
                 metrics.write({"step": step, **figures, **times})
             bar.advance(**{name: f"{value:.4f}" for name, value in figures.items()})
             if step % settings.eval_every == 0 or step == settings.steps:
-                say(
-                    f"step {step:>5}   held-out loss {ours.trainer.evaluate():.4f}   stock {stock.trainer.evaluate():.4f}"
-                )
+                our_loss, stock_loss = ours.trainer.evaluate(), stock.trainer.evaluate()
+                say(f"step {step:>5}   held-out loss {our_loss:.4f}   stock {stock_loss:.4f}")
 
 
 def report(stock: Arm, ours: Arm, settings: Settings) -> None:

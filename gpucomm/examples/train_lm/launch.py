@@ -1,7 +1,7 @@
 """One process per rank, and an end for all of them: through torch's own elastic launcher, as torchrun does it.
 
-Ctrl-C reaches the launcher, which passes it on to the ranks. A rank notices it between two Python instructions; one that
-is deep in a wait of the communication library does not, so a thread ends it GRACE_S later.
+Ctrl-C reaches the launcher, which passes it on to the ranks. A rank notices it between two Python instructions; one
+that is deep in a wait of the communication library does not, so a thread ends it GRACE_S later.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Sequence
 
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -27,8 +29,8 @@ TOLD = 3  # exit status of a rank whose failure is already on stderr
 _RANK_PROGRAM = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-from gpucomm.examples.train_lm.__main__ import main
-sys.exit(main(sys.argv[1:]))
+from gpucomm.examples.train_lm.__main__ import leave, main
+leave(main(sys.argv[1:]))
 """
 
 
@@ -43,16 +45,22 @@ def start_ranks(count: int, arguments: Sequence[str]) -> None:
     Raises JobError if one fails, and SignalException if a signal ended the run (all ranks are gone then).
     """
     logging.disable(logging.CRITICAL)  # the launcher's news reaches the user through us, in one line
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=count,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),  # the default one stays behind in /tmp
+        )
+        _run(config, arguments)
+
+
+def _run(config: LaunchConfig, arguments: Sequence[str]) -> None:
     try:
         elastic_launch(config, sys.executable)("-c", _RANK_PROGRAM, *arguments)
     except ChildFailedError as error:

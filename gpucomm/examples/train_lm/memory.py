@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpucomm.examples.train_lm.errors import JobError
-from gpucomm.examples.train_lm.model import GPT, Shape
+from gpucomm.examples.train_lm.model import Shape
 from gpucomm.examples.train_lm.options import Settings
 
 PROCESS_BYTES = 300 << 20  # an interpreter with torch, before the first tensor
@@ -39,11 +39,13 @@ def bytes_per_rank(settings: Settings, text_bytes: int) -> int:
 
 
 def parameter_count(shape: Shape) -> int:
-    """Exact; without allocating the model."""
-    import torch
-
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in GPT(shape).parameters())
+    """Exactly what GPT(shape) has."""
+    width = shape.width
+    tables = (shape.vocabulary + shape.block_size) * width
+    norm = 2 * width
+    attention = (width + 1) * 3 * width + (width + 1) * width
+    mlp = (width + 1) * 4 * width + (4 * width + 1) * width
+    return tables + shape.layers * (2 * norm + attention + mlp) + norm
 
 
 def available_bytes(root: Path = Path("/")) -> int:

@@ -7,8 +7,6 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
 from gpucomm.examples.train_lm.errors import JobError
 from gpucomm.examples.train_lm.model import GPT
 from gpucomm.examples.train_lm.options import RUN_FILE, Settings
@@ -49,8 +47,7 @@ def check_resumable(settings: Settings, text: Text) -> None:
     folder = Path(settings.out)
     if text.digest != settings.text_digest:
         raise JobError(f"--resume {folder}: the run was trained on another text than {text.source} holds now")
-    with torch.device("meta"):
-        model = GPT(settings.shape)
+    model = GPT(settings.shape)
     try:
         for rank in range(settings.nproc):
             checkpoints = CheckpointFolder(folder / "checkpoints", rank, settings.nproc)
