@@ -88,7 +88,8 @@ class CheckpointFolder:
         files = list(self._path(step).glob("rank-*.pt"))
         if not files or not (self._path(step) / "shared.pt").exists():
             return False
-        return len(files) == load_file(files[0])["world_size"]
+        world_size: int = load_file(files[0])["world_size"]
+        return len(files) == world_size
 
     def _delete_before(self, step: int) -> None:
         """[Note: complete checkpoints]: keeps this one and the one before. Rank 0 removes whole folders."""
@@ -104,13 +105,15 @@ def load_file(path: Path) -> dict[str, Any]:
             damaged = archive.testzip()
         if damaged is not None:
             raise CheckpointError(f"{path}: damaged, the checksum of its part {damaged} is wrong")
-        return torch.load(path, map_location="cpu", weights_only=True)
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such checkpoint file") from None
     except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, RuntimeError, OSError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path}: not a readable checkpoint ({str(error).splitlines()[0]})") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path}: not a readable checkpoint ({reason})") from error
+    return content
 
 
 def check_model(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
@@ -132,7 +135,7 @@ def check_model(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
 def generator_states() -> dict[str, Any]:
     """The states of every generator that training draws from by default: Python's, torch's, NumPy's if it is loaded."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state_all()
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()

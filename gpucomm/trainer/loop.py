@@ -252,7 +252,7 @@ class Trainer:
                 loss = self._loss(self.model, batch)
                 if self._accumulate > 1:
                     loss = loss / self._accumulate
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total, items
@@ -293,7 +293,8 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _no_sync(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-    return model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext()
+    no_sync = getattr(model, "no_sync", contextlib.nullcontext)
+    return no_sync()
 
 
 def _scheduler_from(

@@ -1,9 +1,11 @@
-"""The progress bar: tqdm on a terminal, nothing elsewhere."""
+"""The progress bar: tqdm on a terminal, nothing elsewhere; and lines that do not break it."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
+
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 
 class ProgressBar:
@@ -12,8 +14,6 @@ class ProgressBar:
     def __init__(self, total: int, done: int, shown: bool) -> None:
         self._bar: Any = None
         if shown and sys.stderr.isatty():
-            from tqdm import tqdm  # only here: a run without a bar does not need the package
-
             self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
 
     def advance(self, **figures: str) -> None:
@@ -25,3 +25,8 @@ class ProgressBar:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def print_line(line: str) -> None:
+    """Prints to stdout, above a bar if there is one."""
+    tqdm.write(line)

@@ -27,7 +27,8 @@ def main(argv: list[str]) -> int:
     is_rank = launch.is_rank()
     try:
         if is_rank:
-            be_rank(argv)
+            with launch.interruptible():
+                be_rank(argv)
         else:
             start(argv)
     except JobError as error:
@@ -57,7 +58,6 @@ def start(argv: list[str]) -> None:
 
 def be_rank(argv: list[str]) -> None:
     """A rank, started by us or by torchrun."""
-    launch.end_promptly_on_interrupt()
     settings, text = checked(argv, world_size=int(os.environ["WORLD_SIZE"]))
     use_cores(settings.nproc)
     if os.environ["RANK"] == "0" and not settings.resume:

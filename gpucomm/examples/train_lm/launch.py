@@ -6,6 +6,7 @@ that is deep in a wait of the communication library does not, so a thread ends i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -14,7 +15,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -73,17 +74,27 @@ def _run(config: LaunchConfig, arguments: Sequence[str]) -> None:
         raise JobError(f"rank {rank} failed with exit status {failure.exitcode}, so the run stopped") from None
 
 
-def end_promptly_on_interrupt() -> None:
-    """In a rank: SIGINT raises KeyboardInterrupt as ever, and ends the process after GRACE_S at the latest."""
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """In a rank: SIGINT raises KeyboardInterrupt, and ends the process after GRACE_S at the latest."""
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # written by the C handler, whatever Python is doing
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupted = threading.Event()
 
     def watch() -> None:
         while os.read(read_end, 1) != bytes([signal.SIGINT]):
             pass
+        interrupted.set()
         time.sleep(GRACE_S)
         os._exit(INTERRUPTED)
 
     threading.Thread(target=watch, name="interrupt", daemon=True).start()
+    try:
+        yield
+    except Exception:
+        # In the midst of a library call the interrupt can come out as something else, and so does a peer's.
+        if interrupted.is_set():
+            raise KeyboardInterrupt from None
+        raise

@@ -38,19 +38,18 @@ class GPT(nn.Module):
         self.shape = shape
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = nn.Embedding(shape.block_size, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        blocks = [Block(shape) for _ in range(shape.layers)]
+        self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(shape.width)
         self.apply(_initialise)
-        for block in self.blocks:  # the residual stream is a sum of 2 * layers terms: keep its variance at 1
-            for output in (block.attention.out, block.mlp[-1]):
+        for block in blocks:  # the residual stream is a sum of 2 * layers terms: keep its variance at 1
+            for output in (block.attention.out, block.mlp.narrow):
                 nn.init.normal_(output.weight, std=0.02 / (2 * shape.layers) ** 0.5)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.tokens(tokens) + self.positions(places)
-        for block in self.blocks:
-            x = block(x)
-        return functional.linear(self.norm(x), self.tokens.weight)
+        return functional.linear(self.norm(self.blocks(x)), self.tokens.weight)
 
 
 class Block(nn.Module):
@@ -59,13 +58,23 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(shape.width)
         self.attention = Attention(shape)
         self.mlp_norm = nn.LayerNorm(shape.width)
-        self.mlp = nn.Sequential(
-            nn.Linear(shape.width, 4 * shape.width), nn.GELU(), nn.Linear(4 * shape.width, shape.width)
-        )
+        self.mlp = MLP(shape)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        mixed: torch.Tensor = x + self.mlp(self.mlp_norm(x))
+        return mixed
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.widen = nn.Linear(shape.width, 4 * shape.width)
+        self.narrow = nn.Linear(4 * shape.width, shape.width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        narrow: torch.Tensor = self.narrow(functional.gelu(self.widen(x)))
+        return narrow
 
 
 class Attention(nn.Module):
@@ -78,8 +87,10 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, time, width = x.shape
         by_head = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(*by_head, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        query, key, value = by_head.unbind()
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        return out
 
 
 def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -48,14 +48,14 @@ def check_resumable(settings: Settings, text: Text) -> None:
     if text.digest != settings.text_digest:
         raise JobError(f"--resume {folder}: the run was trained on another text than {text.source} holds now")
     model = GPT(settings.shape)
+    checkpoints = [CheckpointFolder(folder / "checkpoints", rank, settings.nproc) for rank in range(settings.nproc)]
     try:
-        for rank in range(settings.nproc):
-            checkpoints = CheckpointFolder(folder / "checkpoints", rank, settings.nproc)
-            step = checkpoints.latest()
-            if step is None:
-                raise JobError(f"--resume {folder}: it has no complete checkpoint")
-            shared, _ = checkpoints.load(step)
-            check_model(model, shared["model"])
+        step = checkpoints[0].latest()
+        if step is None:
+            raise JobError(f"--resume {folder}: it has no complete checkpoint")
+        for of_rank in checkpoints:
+            shared, _ = of_rank.load(step)
+        check_model(model, shared["model"])
     except CheckpointError as error:
         raise JobError(f"--resume {folder}: {error}") from None
     if step >= settings.steps:

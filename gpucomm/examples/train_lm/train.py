@@ -13,6 +13,7 @@ from gpucomm.examples.train_lm import model as gpt
 from gpucomm.examples.train_lm.options import Settings
 from gpucomm.examples.train_lm.text import Text, TrainBatches, held_out_batches
 from gpucomm.trainer import Trainer
+from gpucomm.trainer.progress import print_line
 
 WARMUP_STEPS = 20
 CONSTANT_UNTIL = 200
@@ -71,7 +72,8 @@ def lr_factor(step: int) -> float:
 def mean_over_ranks(value: float) -> float:
     total = torch.tensor(value, dtype=torch.float64)
     torch.distributed.all_reduce(total)
-    return total.item() / torch.distributed.get_world_size()
+    mean: float = total.item() / torch.distributed.get_world_size()
+    return mean
 
 
 def print_record(record: dict[str, Any]) -> None:
@@ -86,11 +88,9 @@ def print_sample(model: gpt.GPT, settings: Settings) -> None:
 
 
 def say(line: str) -> None:
-    """Prints on rank 0, above a progress bar if there is one."""
+    """Prints on rank 0."""
     if torch.distributed.get_rank() == 0:
-        from tqdm import tqdm
-
-        tqdm.write(line)
+        print_line(line)
 
 
 def use_cores(nproc: int) -> None:
