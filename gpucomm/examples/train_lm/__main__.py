@@ -12,6 +12,7 @@ from typing import NoReturn
 import torch.distributed
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from gpucomm.errors import CommError, CommTimeout, PeerFailed
 from gpucomm.examples.train_lm import launch
 from gpucomm.examples.train_lm.compare import compare
 from gpucomm.examples.train_lm.errors import JobError
@@ -31,8 +32,8 @@ def main(argv: list[str]) -> int:
                 be_rank(argv)
         else:
             start(argv)
-    except JobError as error:
-        if not is_rank or os.environ["RANK"] == "0":  # every rank finds the same
+    except (JobError, CommError) as error:
+        if not is_rank or speaks_for(error):
             print(f"train_lm: {error}", file=sys.stderr)
         return launch.TOLD if is_rank else 1
     except OSError as error:  # this rank alone, while running: a full disk
@@ -46,6 +47,16 @@ def main(argv: list[str]) -> int:
             print(f"train_lm: ended by {signal.SIGINT.name}", file=sys.stderr)
         return launch.INTERRUPTED
     return 0
+
+
+def speaks_for(error: Exception) -> bool:
+    """Whether this rank is the one to tell: the first of those that can, since each of them has found the same."""
+    gone: set[int] = set()
+    if isinstance(error, PeerFailed):
+        gone = {error.rank}
+    elif isinstance(error, CommTimeout):
+        gone = set(error.missing)
+    return int(os.environ["RANK"]) == min(set(range(int(os.environ["WORLD_SIZE"]))) - gone)
 
 
 def start(argv: list[str]) -> None:

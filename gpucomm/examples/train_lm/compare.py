@@ -16,9 +16,10 @@ import torch
 import torch.distributed
 from torch.nn.parallel import DistributedDataParallel as StockDistributedDataParallel
 
+from gpucomm.ddp import DistributedDataParallel
 from gpucomm.examples.train_lm.options import Settings
 from gpucomm.examples.train_lm.text import Text
-from gpucomm.examples.train_lm.train import DistributedDataParallel, build_model, build_trainer, print_sample, say
+from gpucomm.examples.train_lm.train import build_model, build_trainer, print_sample, say
 from gpucomm.trainer import Trainer
 from gpucomm.trainer.files import write_atomically
 from gpucomm.trainer.metrics import MetricsFile
@@ -57,8 +58,8 @@ def compare(settings: Settings, text: Text) -> None:
     views = better_views_setting(settings, text)
     stock = stock_arm(settings, text, views)
     model = build_model(settings)
-    wrapped = DistributedDataParallel(model)
-    ours = Arm("gpucomm", model, build_trainer(wrapped, settings, text, folder=settings.out))
+    wrapped = DistributedDataParallel(model, transport=settings.transport)
+    ours = Arm(f"gpucomm ({wrapped.transport})", model, build_trainer(wrapped, settings, text, folder=settings.out))
     say(f"stock DDP runs with gradient_as_bucket_view={views}, the better of its two settings here")
 
     take_turns(stock, ours, settings)

@@ -13,7 +13,7 @@ PROCESS_BYTES = 300 << 20  # an interpreter with torch, before the first tensor
 BYTES_PER_PARAMETER = 5 * 4
 # Floats per token and unit of width that a block keeps for backward: two norms, qkv, attention, two residuals, and the
 # MLP's inner layer before and after GELU; measured peaks are a little below.
-FLOATS_PER_BLOCK = 18
+FLOATS_PER_BLOCK = 20
 
 
 def check_fits(settings: Settings, text_bytes: int) -> None:

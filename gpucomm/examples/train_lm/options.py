@@ -27,7 +27,7 @@ class Settings:
     preset: str = "small"
     nproc: int = 2
     steps: int = 300
-    batch_size: int = 8
+    batch_size: int = 4
     block_size: int = 128
     lr: float = 2e-3
     accumulate: int = 1
@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--preset", choices=PRESETS, help="about 1, 3, 10 and 124 million parameters (default small)")
     option("--nproc", type=_count, help="ranks to start; under torchrun its own number counts (default 2)")
     option("--steps", type=_count, help="training steps in all (default 300)")
-    option("--batch-size", type=_count, help="blocks per rank and micro-batch (default 8)")
+    option("--batch-size", type=_count, help="blocks per rank and micro-batch (default 4)")
     option("--block-size", type=_count, help="bytes of context (default: the preset's)")
     option("--lr", type=_positive, help="highest learning rate (default 2e-3)")
     option("--accumulate", type=_count, help="micro-batches per step (default 1)")

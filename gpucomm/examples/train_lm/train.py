@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
 import torch
 import torch.distributed
-from torch.nn.parallel import DistributedDataParallel
 
+from gpucomm.ddp import DistributedDataParallel
 from gpucomm.examples.train_lm import model as gpt
 from gpucomm.examples.train_lm.options import Settings
 from gpucomm.examples.train_lm.text import Text, TrainBatches, held_out_batches
@@ -23,7 +24,7 @@ def train(settings: Settings, text: Text) -> None:
     """Trains, and prints the figures and a sample on rank 0. The process group must exist."""
     model = build_model(settings)
     trainer = build_trainer(
-        DistributedDataParallel(model),
+        DistributedDataParallel(model, transport=settings.transport),
         settings,
         text,
         folder=settings.out,
@@ -66,7 +67,7 @@ def build_trainer(wrapped: torch.nn.Module, settings: Settings, text: Text, **op
 def lr_factor(step: int) -> float:
     """Linear warm-up, then constant, then decay with the square root of the step. The run's length plays no part, so
     stopping after 100 steps and resuming up to 200 is the same as 200 at once."""
-    return min((step + 1) / WARMUP_STEPS, (CONSTANT_UNTIL / max(step, CONSTANT_UNTIL)) ** 0.5)
+    return min((step + 1) / WARMUP_STEPS, math.sqrt(CONSTANT_UNTIL / max(step, CONSTANT_UNTIL)))
 
 
 def mean_over_ranks(value: float) -> float:
