@@ -187,24 +187,24 @@ def test_a_comparison_finds_equal_losses(corpus, tmp_path):
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 8
 
 
-def test_a_comparison_says_so_when_losses_differ(corpus, tmp_path, monkeypatch):
-    """The second replica's weights start elsewhere, on one rank only."""
-    monkeypatch.setattr(compare, "better_views_setting", lambda settings, text: True)
-    monkeypatch.setattr(compare.Arm, "step", skewed(compare.Arm.step))
-    arguments = ["--data", corpus, "--out", str(tmp_path / "run"), "--steps", "2", "--compare"]
-    first, _ = run_as_ranks(*SMALL, *arguments)
-    assert "losses of all 2 steps bitwise equal: NO" in first.output
-    assert "final weights bitwise equal: NO" in first.output
-
-
-def skewed(step):
-    def skewed_step(arm):
-        if arm.name == "gpucomm" and torch.distributed.get_rank() == 1:
+def test_a_comparison_says_so_when_one_rank_s_losses_or_weights_differ(tmp_path):
+    def body(rank, world):
+        stock, ours = (
+            compare.Arm(name, torch.nn.Linear(1, 1), None, seconds=[1.0] * 9, losses=[2.5] * 9) for name in "ab"
+        )
+        ours.model.load_state_dict(stock.model.state_dict())
+        if rank == 1:
+            ours.losses[3] += 1e-15
             with torch.no_grad():
-                arm.model.norm.weight[0] += 0.5
-        step(arm)
+                ours.model.bias += 1
+        ours.seconds = [0.5 + rank] * 9
+        compare.report(stock, ours, options.Settings(out=str(tmp_path)))
 
-    return skewed_step
+    first, second = run_ranks(body, 2, expect_failures=True)
+    assert first.complaint() is second.complaint() is None
+    assert "losses of all 9 steps bitwise equal: NO" in first.output
+    assert "final weights bitwise equal: NO" in first.output
+    assert json.loads((tmp_path / "compare.json").read_text())["paired_ratio"] == 1.5  # the slower rank counts
 
 
 def test_ctrl_c_ends_all_ranks_within_three_seconds_with_one_line(corpus, tmp_path):

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch.distributed
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from gpucomm.errors import CommError, CommTimeout, PeerFailed
+from gpucomm import CommError, CommTimeout, PeerFailed
 from gpucomm.examples.train_lm import launch
 from gpucomm.examples.train_lm.compare import compare
 from gpucomm.examples.train_lm.errors import JobError

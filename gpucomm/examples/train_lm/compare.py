@@ -16,7 +16,7 @@ import torch
 import torch.distributed
 from torch.nn.parallel import DistributedDataParallel as StockDistributedDataParallel
 
-from gpucomm.ddp import DistributedDataParallel
+from gpucomm import DistributedDataParallel
 from gpucomm.examples.train_lm.options import Settings
 from gpucomm.examples.train_lm.text import Text
 from gpucomm.examples.train_lm.train import build_model, build_trainer, print_sample, say

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from gpucomm.ddp import DistributedDataParallel
+from gpucomm import DistributedDataParallel
 from gpucomm.examples.train_lm import model as gpt
 from gpucomm.examples.train_lm.options import Settings
 from gpucomm.examples.train_lm.text import Text, TrainBatches, held_out_batches
