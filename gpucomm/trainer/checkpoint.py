@@ -135,7 +135,7 @@ def check_model(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
 def generator_states() -> dict[str, Any]:
     """The states of every generator that training draws from by default: Python's, torch's, NumPy's if it is loaded."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()

@@ -47,8 +47,8 @@ class Trainer:
         loss: maps (model, batch) to a scalar tensor, the mean over the batch.
         batches: a callable from position (0, 1, 2, ...) to this rank's batch, or an iterable such as a DataLoader,
             gone through again and again. Either way a resumed run continues with the very next batch.
-        scheduler: a torch scheduler of `optimizer`, stepped after every training step (ReduceLROnPlateau: after every
-            evaluation); or a callable from step to the factor on each group's initial learning rate.
+        scheduler: a torch scheduler of `optimizer`, stepped after every training step (ReduceLROnPlateau: every
+            eval_every steps); or a callable from step to the factor on each group's initial learning rate.
         accumulate: micro-batches per step. All but the last run under the model's `no_sync()`.
         clip_norm: bound on the 2-norm of all gradients together; None leaves them alone.
         eval_batches: an iterable of batches of this rank for evaluation, gone through every time.
@@ -163,20 +163,19 @@ class Trainer:
     def train_step(self) -> StepResult:
         """One training step: `accumulate` forwards and backwards, clipping, optimizer, scheduler.
 
-        Raises whatever the model, the loss or the communication raises; the step then does not count.
+        Raises whatever the model, the loss or the communication raises. The step does not count then, and can be tried
+        again with the next batches.
         """
         self.model.train()
+        grad_norm = None
+        lr = self.optimizer.param_groups[0]["lr"]
         try:
             loss, items = self._accumulate_gradients()
-        except BaseException:
-            self.optimizer.zero_grad()  # else a later step would add to this one's remains
-            raise
-        grad_norm = None
-        if self._clip_norm is not None:
-            grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_norm)
-        lr = self.optimizer.param_groups[0]["lr"]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+            if self._clip_norm is not None:
+                grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_norm)
+            self.optimizer.step()
+        finally:
+            self.optimizer.zero_grad()  # also after a failure: a later step must not add to this one's remains
         if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
         self.step += 1
@@ -252,7 +251,7 @@ class Trainer:
                 loss = self._loss(self.model, batch)
                 if self._accumulate > 1:
                     loss = loss / self._accumulate
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total, items
@@ -276,7 +275,8 @@ class Trainer:
     def _evaluate_and_log(self) -> None:
         start = time.perf_counter()
         loss = self.evaluate()
-        if isinstance(self.scheduler, ReduceLROnPlateau):
+        # Not in the extra evaluation at the end of a fit, which a run that goes on would not have had.
+        if isinstance(self.scheduler, ReduceLROnPlateau) and self.step % self._eval_every == 0:
             self.scheduler.step(loss)
         self._write({"step": self.step, "eval_loss": loss, "eval_s": time.perf_counter() - start})
 

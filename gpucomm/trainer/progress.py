@@ -28,5 +28,6 @@ class ProgressBar:
 
 
 def print_line(line: str) -> None:
-    """Prints to stdout, above a bar if there is one."""
+    """Prints to stdout at once, above a bar if there is one."""
     tqdm.write(line)
+    sys.stdout.flush()

@@ -70,10 +70,13 @@ def start(argv: list[str]) -> None:
 def be_rank(argv: list[str]) -> None:
     """A rank, started by us or by torchrun."""
     settings, text = checked(argv, world_size=int(os.environ["WORLD_SIZE"]))
-    use_cores(settings.nproc)
+    use_cores(int(os.environ.get("LOCAL_WORLD_SIZE", settings.nproc)))
     if os.environ["RANK"] == "0" and not settings.resume:
         create(settings)
     torch.distributed.init_process_group("gloo", timeout=timedelta(minutes=5))
+    out = [settings.out]  # by default it has the time in its name: rank 0's counts
+    torch.distributed.broadcast_object_list(out)
+    settings = replace(settings, out=out[0])
     (compare if settings.compare else train)(settings, text)
     torch.distributed.destroy_process_group()  # after an error it could wait for peers in vain; exiting is enough
 
@@ -84,7 +87,7 @@ def checked(argv: list[str], world_size: int | None = None) -> tuple[Settings, T
     text = read_text(settings.data, settings.block_size)
     if settings.resume:
         check_resumable(settings, text)
-    elif world_size is None:  # else rank 0 may have created it already
+    elif world_size is None:  # rank 0 checks when it creates it, and the others might be later than that
         check_free(settings)
     return replace(settings, text_digest=text.digest), text
 

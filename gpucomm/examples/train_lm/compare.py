@@ -87,16 +87,14 @@ def better_views_setting(settings: Settings, text: Text) -> bool:
 def take_turns(stock: Arm, ours: Arm, settings: Settings) -> None:
     is_first_rank = torch.distributed.get_rank() == 0
     bar = ProgressBar(settings.steps, 0, shown=settings.progress and is_first_rank)
-    metrics = MetricsFile(Path(settings.out) / "metrics.jsonl") if is_first_rank else None
-    with closing(bar):
+    with closing(bar), closing(MetricsFile(Path(settings.out) / "metrics.jsonl")) as metrics:
         for step in range(1, settings.steps + 1):
             for arm in (stock, ours) if step % 2 else (ours, stock):
                 arm.step()
-            figures = {"loss": ours.losses[-1], "stock_loss": stock.losses[-1]}
-            times = {"step_s": ours.seconds[-1], "stock_step_s": stock.seconds[-1]}
-            if metrics is not None:
-                metrics.write({"step": step, **figures, **times})
-            bar.advance(**{name: f"{value:.4f}" for name, value in figures.items()})
+            losses = {"loss": ours.losses[-1], "stock_loss": stock.losses[-1]}
+            if is_first_rank:
+                metrics.write({"step": step, **losses, "step_s": ours.seconds[-1], "stock_step_s": stock.seconds[-1]})
+            bar.advance(**{name: f"{loss:.4f}" for name, loss in losses.items()})
             if step % settings.eval_every == 0 or step == settings.steps:
                 our_loss, stock_loss = ours.trainer.evaluate(), stock.trainer.evaluate()
                 say(f"step {step:>5}   held-out loss {our_loss:.4f}   stock {stock_loss:.4f}")

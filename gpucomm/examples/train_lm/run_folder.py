@@ -32,7 +32,8 @@ def check_free(settings: Settings) -> None:
 
 
 def create(settings: Settings) -> None:
-    """Creates the folder with its run.json. Raises JobError."""
+    """Creates the folder with its run.json. Raises JobError, if it holds a run too."""
+    check_free(settings)
     folder = Path(settings.out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
