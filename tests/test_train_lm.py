@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from gpucomm.examples.train_lm import compare, memory, options
+from gpucomm.examples.train_lm import compare, memory, options, train
 from gpucomm.examples.train_lm.__main__ import main
 from gpucomm.examples.train_lm.model import GPT, PRESETS, Shape, generate, loss
 from gpucomm.examples.train_lm.text import TrainBatches, held_out_batches, read_text
@@ -150,6 +150,10 @@ def test_the_program_trains_and_ends_with_a_sample_of_text(finished_run):
     assert len(losses) == 6
     assert losses[-1] < losses[0]
     assert all(record["bytes_per_s"] > 0 for record in records if "loss" in record)
+
+
+def test_a_sample_cannot_steer_the_terminal():
+    assert train.printable(b"a\n\tb\x1b[2J\xff\r\x00\xc3\xa9") == "a\n\tb\ufffd[2J\ufffd\ufffd\ufffd\u00e9"
 
 
 def test_a_resumed_program_ends_with_bitwise_the_same_weights_and_losses(finished_run, tmp_path):

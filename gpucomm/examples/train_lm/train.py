@@ -85,7 +85,13 @@ def print_record(record: dict[str, Any]) -> None:
 def print_sample(model: gpt.GPT, settings: Settings) -> None:
     if settings.sample_length and torch.distributed.get_rank() == 0:
         sample = gpt.generate(model, b"\n", settings.sample_length, settings.seed)
-        say(f"--- sample of {settings.sample_length} bytes\n{sample.decode(errors='replace')}\n---")
+        say(f"--- sample of {settings.sample_length} bytes\n{printable(sample)}\n---")
+
+
+def printable(sample: bytes) -> str:
+    """As text; what is no text, and what would steer the terminal, as a replacement character."""
+    characters = sample.decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in characters)
 
 
 def say(line: str) -> None:
