@@ -2,10 +2,12 @@
 
 import contextlib
 import copy
+import io
 import json
 import math
 import os
 import random
+import sys
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+import gpucomm
 from gpucomm.trainer import CheckpointError, Trainer
 from gpucomm.trainer.checkpoint import CheckpointFolder, load_file
 
@@ -107,15 +110,14 @@ def test_only_the_last_micro_batch_is_synchronised():
     assert Recording.seen == [False, False, True] * 2
 
 
-def test_accumulation_over_ranks_equals_one_process_with_all_the_batches():
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, gpucomm.DistributedDataParallel], ids=["stock", "ours"])
+def test_accumulation_over_ranks_equals_one_process_with_all_the_batches(wrapper):
     def body(rank, world):
         model = nn.Linear(3, 1)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(0.5)
-        trainer = make_trainer(
-            DistributedDataParallel(model), lambda position: batch_at(2 * position + rank), accumulate=2
-        )
+        trainer = make_trainer(wrapper(model), lambda position: batch_at(2 * position + rank), accumulate=2)
         trainer.fit(3)
         return weights(model)
 
@@ -395,6 +397,22 @@ def test_an_empty_iterable_is_refused_and_a_sampler_is_told_the_epoch():
     dataset = TensorDataset(*batch_at(0, count=8))
     make_trainer(batches=DataLoader(dataset, 4, sampler=Sampler(dataset))).fit(5)
     assert Sampler.epochs == [0, 1, 2]
+
+
+def test_a_bar_on_a_terminal_on_rank_0_unless_not_wanted(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    make_trainer().fit(3)
+    assert "3/3" in shown.getvalue()
+    assert "loss=" in shown.getvalue()
+    hidden = Terminal()
+    monkeypatch.setattr(sys, "stderr", hidden)
+    make_trainer(progress=False).fit(3)
+    assert hidden.getvalue() == ""
 
 
 def test_no_bar_without_a_terminal(capsys):

@@ -117,19 +117,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    value = _natural(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text}")
-    return value
+    return _whole_number(text, 1)
 
 
 def _natural(text: str) -> int:
+    return _whole_number(text, 0)
+
+
+def _whole_number(text: str, least: int) -> int:
     try:
         value = int(text)
     except ValueError:
         value = -1
-    if not (0 <= value < 2**63):
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2^63 - 1, got {text}")
+    if not (least <= value < 2**63):
+        raise argparse.ArgumentTypeError(f"expected a whole number from {least} to 2^63 - 1, got {text}")
     return value
 
 
