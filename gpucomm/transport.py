@@ -5,7 +5,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -193,7 +193,7 @@ class C10dTransport(Transport):
     def _others(self) -> list[int]:
         return [self._global_ranks[r] for r in range(self.size) if r != self.rank]
 
-    def _answer_roll_call(self, words: str) -> "dist.TCPStore | None":
+    def _answer_roll_call(self, words: str) -> Any:
         store = distributed_c10d._get_process_group_store(self.group)
         try:
             store.set(f"gpucomm/roll_call/{self.group.group_name}/{self.rank}", words)
