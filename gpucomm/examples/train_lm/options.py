@@ -59,6 +59,8 @@ def parse(argv: Sequence[str], world_size: int | None = None) -> Settings:
     given = vars(_parser().parse_args(argv))
     if world_size is not None and given.setdefault("nproc", world_size) != world_size:
         raise JobError(f"--nproc {given['nproc']}: the launcher has started {world_size} ranks")
+    if "data" in given:
+        given["data"] = str(Path(given["data"]).absolute())  # a resumed run may be started elsewhere
     resumed = given.pop("resume", None)
     if resumed is not None:
         return _continued(Path(resumed), given)
@@ -76,6 +78,8 @@ def _continued(folder: Path, given: dict[str, Any]) -> Settings:
         raise JobError(f"--resume {folder}: no run there ({path} is missing)") from None
     except (OSError, ValueError, TypeError) as error:
         raise JobError(f"--resume {folder}: {path} is not readable ({error})") from None
+    if before.preset not in PRESETS:
+        raise JobError(f"--resume {folder}: {path} has an unknown preset, {before.preset!r}")
     if given.get("compare") or before.compare:
         raise JobError(f"--resume {folder}: a comparison with stock DDP cannot be continued")
     if given.get("out", before.out) != before.out:
