@@ -124,7 +124,7 @@ def body(world: World, args: argparse.Namespace) -> None:
             report(world, record, table, name, plain, series)
 
 
-if __name__ == "__main__":
+def options() -> argparse.ArgumentParser:
     parser = base_parser("A training step against stock DDP.", "2", ARMS)
     parser.add_argument(
         "--models",
@@ -134,4 +134,8 @@ if __name__ == "__main__":
     )
     parser.add_argument("--transport", default="auto", help="ours: the transport to ask for (default auto)")
     parser.set_defaults(seconds=30.0)
-    main(__file__, parser, body)
+    return parser
+
+
+if __name__ == "__main__":
+    main(__file__, options(), body)

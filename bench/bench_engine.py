@@ -135,8 +135,12 @@ def body(world: World, args: argparse.Namespace) -> None:
     bucket_rows(world, args, record, table)
 
 
-if __name__ == "__main__":
+def options() -> argparse.ArgumentParser:
     parser = base_parser("The engine's cost per gradient and per bucket.", "1", ARMS)
     parser.add_argument("--count", type=int, default=1000, help="parameters in the gradient rows (default 1000)")
     parser.add_argument("--transport", default="auto", help="ours: the transport to ask for (default auto)")
-    main(__file__, parser, body)
+    return parser
+
+
+if __name__ == "__main__":
+    main(__file__, options(), body)

@@ -221,10 +221,14 @@ def sizes(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-if __name__ == "__main__":
+def options() -> argparse.ArgumentParser:
     parser = base_parser("Collectives against gloo and Open MPI.", "2,4,8", ARMS)
     parser.add_argument(
         "--ops", type=one_of("operation", OPS), default=list(OPS), help="default: all of " + ",".join(OPS)
     )
     parser.add_argument("--sizes", type=sizes, help=f"default {SIZES}")
-    main(__file__, parser, body)
+    return parser
+
+
+if __name__ == "__main__":
+    main(__file__, options(), body)

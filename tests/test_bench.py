@@ -1,5 +1,6 @@
 """Each benchmark runs end to end in its smoke mode: records parse, every arm is there, nothing is wrong."""
 
+import importlib
 import json
 import math
 import subprocess
@@ -7,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch.distributed")
+import torch
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 TIMEOUT_S = 240
@@ -62,36 +62,52 @@ def test_engine_bench_times_gradients_and_buckets(tmp_path):
     assert arms_of(found, what="bucket") == {"stock", "stock_views", "ours"}
 
 
+@pytest.fixture
+def bench(monkeypatch):
+    """Imports a file of the bench folder, as its scripts do."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module
+
+
+@pytest.mark.parametrize("script", ["bench_transport", "bench_ddp", "bench_engine"])
 @pytest.mark.parametrize(
-    ("option", "value"),
+    ("option", "value", "named"),
     [
-        ("--arms", "glo"),
-        ("--ranks", "0"),
-        ("--sizes", "4Q"),
-        ("--ops", "reduce"),
-        ("--sise", "4"),
-        ("--out", "/nonexistent/x"),
+        ("--arms", "glo", "arm 'glo'"),
+        ("--ranks", "0", "ranks '0'"),
+        ("--rank", "2", "--rank 2"),
+        ("--sise", "4", "--sise 4"),
     ],
 )
-def test_an_option_that_cannot_be_served_is_an_error_naming_it(option, value):
-    done = run("bench_transport.py", "--quick", option, value)
+def test_an_option_that_cannot_be_served_is_an_error_naming_it(bench, capsys, script, option, value, named):
+    with pytest.raises(SystemExit) as ended:
+        bench(script).options().parse_args([option, value])
+    assert ended.value.code == 2
+    assert named in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_record_file_that_cannot_be_written_is_an_error_before_any_rank_starts():
+    done = run("bench_engine.py", "--quick", "--out", "/nonexistent/x")
     assert done.returncode == 2
-    assert option in done.stderr or value in done.stderr
+    assert "/nonexistent/x" in done.stderr
 
 
-def test_a_wrong_result_is_counted(tmp_path):
+def test_a_wrong_result_is_counted(bench):
     # The check that the other tests rely on must be able to fail: an all-reduce that does nothing is wrong everywhere.
-    sys.path.insert(0, str(BENCH))
-    try:
-        import patterns
-        import torch
+    patterns = bench("patterns")
+    array = torch.empty(1000)
+    patterns.fill(array, patterns.row(0))
+    assert patterns.count_wrong(array, patterns.row(0)) == 0
+    assert patterns.count_wrong(array, patterns.summed_row(2)) == 1000
+    assert patterns.count_wrong(array.roll(1), patterns.row(0)) > 900
+    array[7] = float("nan")
+    assert patterns.count_wrong(array, patterns.row(0)) == 1
 
-        array = torch.empty(1000)
-        patterns.fill(array, patterns.row(0))
-        assert patterns.count_wrong(array, patterns.row(0)) == 0
-        assert patterns.count_wrong(array, patterns.summed_row(2)) == 1000
-        assert patterns.count_wrong(array.roll(1), patterns.row(0)) > 900
-        array[7] = float("nan")
-        assert patterns.count_wrong(array, patterns.row(0)) == 1
-    finally:
-        sys.path.remove(str(BENCH))
+
+def test_in_place_sums_stay_exact_for_as_long_as_the_bench_loops(bench):
+    patterns = bench("patterns")
+    for size in (2, 3, 4, 8):
+        sums = patterns.max_sums(size)
+        last, before = patterns.summed_row(size, sums=sums), patterns.summed_row(size, sums=sums - 1)
+        assert torch.equal(last.double(), before.double() * size)
+        assert torch.isfinite(last).all()
