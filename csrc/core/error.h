@@ -40,6 +40,18 @@ class CommTimeout : public CommError {
   std::vector<int> missing;  // as Transport::global_rank gives them
 };
 
+// Ranks started different collectives under the same number. The object that raised it is dead from then on.
+class CollectiveMismatch : public CommError {
+ public:
+  using CommError::CommError;
+};
+
+// The transport that was asked for cannot be had between these ranks; raised by all of them alike. Nothing was created.
+class TransportUnavailable : public CommError {
+ public:
+  using CommError::CommError;
+};
+
 // A fault of gpucomm itself: expression, values, file:line.
 class InternalError : public std::logic_error {
  public:

@@ -1,3 +1,6 @@
+#include <string>
+
+#include "core/error.h"
 #include "core/stream.h"
 
 namespace gpucomm {
@@ -29,6 +32,8 @@ void InlineStream::progress() {
 
 void InlineStream::synchronize(Event event) {
   if (failure_) std::rethrow_exception(failure_);
+  GPUCOMM_ASSERT(event.ticket <= enqueued_, "event " + std::to_string(event.ticket) + " of a stream with " +
+                                                std::to_string(enqueued_) + " tasks so far");
   while (completed_ < event.ticket) {
     if (advance_front()) continue;
     try {

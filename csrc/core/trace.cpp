@@ -1,13 +1,12 @@
 #include "core/trace.h"
 
 #include <algorithm>
-#include <bit>
 
 namespace gpucomm {
 
 Trace::Trace(size_t capacity) {
   const size_t rounded = std::bit_ceil(std::max<size_t>(capacity, 1));
-  events_ = std::make_unique<TraceEvent[]>(rounded);
+  slots_ = std::make_unique<Slot[]>(rounded);
   mask_ = rounded - 1;
 }
 
@@ -17,7 +16,12 @@ std::vector<TraceEvent> Trace::snapshot() const {
   const uint64_t begin = end > capacity ? end - capacity : 0;
   std::vector<TraceEvent> events;
   events.reserve(end - begin);
-  for (uint64_t at = begin; at < end; ++at) events.push_back(events_[at & mask_]);
+  for (uint64_t at = begin; at < end; ++at) {
+    const Slot& slot = slots_[at & mask_];
+    Words words;
+    for (size_t i = 0; i < words.size(); ++i) words[i] = slot[i].load(std::memory_order_acquire);
+    events.push_back(std::bit_cast<TraceEvent>(words));
+  }
   // Writers went on meanwhile: what they have claimed since may be half written.
   const uint64_t claimed = recorded();
   const uint64_t valid_from = claimed > capacity ? claimed - capacity : 0;

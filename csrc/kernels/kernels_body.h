@@ -1,5 +1,6 @@
 // The one source of the reduce, pack and all_finite kernels, compiled once for each instruction set: the including file
-// defines GPUCOMM_KERNEL_TABLE (the table to fill) and GPUCOMM_KERNEL_ISA (its name).
+// defines GPUCOMM_KERNEL_TABLE (the table to fill) and GPUCOMM_KERNEL_ISA (its name) and includes the half_rows_*.h of
+// its choice.
 //
 // [Note: one instruction set per file] Everything here has internal linkage and nothing calls an inline function or a
 // template of the standard library: the linker keeps one copy of such a function for the whole program, and that copy
@@ -16,28 +17,42 @@
 namespace gpucomm {
 namespace {
 
+// What rounds to a 16-bit type as value itself does. From fp64: rounded to odd, that is toward zero with the last bit
+// set if anything was lost (S. Boldo, G. Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+inline float float_before_16_bits(float value) { return value; }
+inline float float_before_16_bits(double value) {
+  const float nearest = static_cast<float>(value);
+  const double back = nearest;
+  const uint32_t too_large = __builtin_fabs(back) > __builtin_fabs(value) ? 1u : 0u;
+  const uint32_t inexact = (back < value) | (back > value) ? 1u : 0u;
+  return float_of((bits_of(nearest) - too_large) | inexact);
+}
+
 // Element types: how a value is stored and the type that it is computed in.
 
+// float16 goes through rows of fp32, for there are instructions that convert several elements at once.
 struct Float16 {
   using Storage = uint16_t;
-  using Wide = float;
-  static Wide load(Storage x) { return half_to_float(x); }
-  static Storage store(Wide x) { return float_to_half(x); }
+  static constexpr bool kInRows = true;
 };
 
 struct BFloat16 {
   using Storage = uint16_t;
   using Wide = float;
+  static constexpr bool kInRows = false;
   static Wide load(Storage x) { return bfloat_to_float(x); }
-  static Storage store(Wide x) { return float_to_bfloat(x); }
+  static Storage store(float x) { return float_to_bfloat(x); }
+  static Storage store(double x) { return float_to_bfloat(float_before_16_bits(x)); }
 };
 
 template <class T>
 struct Float {
   using Storage = T;
   using Wide = T;
+  static constexpr bool kInRows = false;
   static Wide load(Storage x) { return x; }
-  static Storage store(Wide x) { return x; }
+  static Storage store(float x) { return static_cast<Storage>(x); }
+  static Storage store(double x) { return static_cast<Storage>(x); }
 };
 
 using Float32 = Float<float>;
@@ -217,7 +232,31 @@ struct Reduce {
   }
 };
 
-// Pack: the type that the product is taken in, and the single rounding to what is stored.
+// Reduces float16 as fp32, block by block: widened, reduced with the scale, narrowed.
+template <class Reduction>
+struct Widened {
+  static void run(const void* const* src, int src_count, void* const* dst, int dst_count, size_t numel, double scale) {
+    const float float_scale = static_cast<float>(scale);
+    alignas(64) float sum[kBlockNumel];
+    alignas(64) float next[kBlockNumel];
+    for (size_t begin = 0; begin < numel; begin += kBlockNumel) {
+      const size_t count = numel - begin < kBlockNumel ? numel - begin : kBlockNumel;
+      widen_halves(sum, static_cast<const uint16_t*>(src[0]) + begin, count);
+      for (size_t i = 0; i < count; ++i) sum[i] *= float_scale;
+      for (int s = 1; s < src_count; ++s) {
+        widen_halves(next, static_cast<const uint16_t*>(src[s]) + begin, count);
+        for (size_t i = 0; i < count; ++i) sum[i] = Reduction::combine(sum[i], next[i] * float_scale);
+      }
+      uint16_t* out = static_cast<uint16_t*>(dst[0]) + begin;
+      narrow_to_halves(out, sum, count);
+      for (int d = 1; d < dst_count; ++d) {
+        std::memcpy(static_cast<uint16_t*>(dst[d]) + begin, out, count * sizeof(uint16_t));
+      }
+    }
+  }
+};
+
+// Pack: the product is taken in fp64 if either side is, else in fp32, and rounded once to what is stored.
 
 template <class To, class From>
 struct Product {
@@ -236,42 +275,32 @@ struct Product<Float64, Float64> {
   using Wide = double;
 };
 
-// fp64 to fp32 rounding to odd: toward zero, with the last bit set if anything was lost. A second rounding to 16 bits
-// then gives what a single one would have (S. Boldo, G. Melquiond, "Emulation of FMA and correctly rounded sums",
-// 2008).
-inline float to_float_odd(double value) {
-  const float nearest = static_cast<float>(value);
-  const double back = nearest;
-  const uint32_t too_large = __builtin_fabs(back) > __builtin_fabs(value) ? 1u : 0u;
-  const uint32_t inexact = (back < value) | (back > value) ? 1u : 0u;
-  return float_of((bits_of(nearest) - too_large) | inexact);
+template <class To, class From, class Wide = typename Product<To, From>::Wide>
+void pack_row(typename To::Storage* out, const typename From::Storage* in, size_t numel, Wide scale) {
+  if constexpr (From::kInRows || To::kInRows) {
+    alignas(64) float row[kBlockNumel];
+    for (size_t begin = 0; begin < numel; begin += kBlockNumel) {
+      const size_t count = numel - begin < kBlockNumel ? numel - begin : kBlockNumel;
+      if constexpr (From::kInRows) {
+        widen_halves(row, in + begin, count);
+        pack_row<To, Float32>(out + begin, row, count, scale);
+      } else {
+        for (size_t i = 0; i < count; ++i) {
+          row[i] = float_before_16_bits(static_cast<Wide>(From::load(in[begin + i])) * scale);
+        }
+        narrow_to_halves(out + begin, row, count);
+      }
+    }
+  } else {
+#pragma GCC ivdep
+    for (size_t i = 0; i < numel; ++i) out[i] = To::store(static_cast<Wide>(From::load(in[i])) * scale);
+  }
 }
-
-template <class To>
-struct Rounding {
-  static typename To::Storage of(float value) { return To::store(value); }
-  static typename To::Storage of(double value) { return To::store(to_float_odd(value)); }
-};
-template <>
-struct Rounding<Float32> {
-  static float of(float value) { return value; }
-  static float of(double value) { return static_cast<float>(value); }
-};
-template <>
-struct Rounding<Float64> {
-  static double of(double value) { return value; }
-};
 
 template <class To, class From>
 void pack(void* dst, const void* src, size_t numel, double scale) {
-  using Wide = typename Product<To, From>::Wide;
-  typename To::Storage* out = static_cast<typename To::Storage*>(dst);
-  const typename From::Storage* in = static_cast<const typename From::Storage*>(src);
-  const Wide wide_scale = static_cast<Wide>(scale);
-#pragma GCC ivdep
-  for (size_t i = 0; i < numel; ++i) {
-    out[i] = Rounding<To>::of(static_cast<Wide>(From::load(in[i])) * wide_scale);
-  }
+  pack_row<To, From>(static_cast<typename To::Storage*>(dst), static_cast<const typename From::Storage*>(src), numel,
+                     static_cast<typename Product<To, From>::Wide>(scale));
 }
 
 template <class Element>
@@ -300,6 +329,9 @@ bool all_finite(const void* src, size_t numel) {
 
 }  // namespace
 
+#define GPUCOMM_HALF_REDUCE                                                                           \
+  {Widened<FloatSum<Float32>>::run, Widened<FloatSum<Float32>>::run, Widened<FloatMin<Float32>>::run, \
+   Widened<FloatMax<Float32>>::run, Widened<FloatProd<Float32>>::run}
 #define GPUCOMM_FLOAT_REDUCE(Element)                                                              \
   {Reduce<FloatSum<Element>>::run, Reduce<FloatSum<Element>>::run, Reduce<FloatMin<Element>>::run, \
    Reduce<FloatMax<Element>>::run, Reduce<FloatProd<Element>>::run}
@@ -310,9 +342,8 @@ bool all_finite(const void* src, size_t numel) {
 // Rows in the order of DType, columns in the order of ReduceOp.
 constexpr Kernels GPUCOMM_KERNEL_TABLE = {
     GPUCOMM_KERNEL_ISA,
-    {GPUCOMM_FLOAT_REDUCE(Float16), GPUCOMM_FLOAT_REDUCE(BFloat16), GPUCOMM_FLOAT_REDUCE(Float32),
-     GPUCOMM_FLOAT_REDUCE(Float64), GPUCOMM_INTEGER_REDUCE(Int32), GPUCOMM_INTEGER_REDUCE(Int64),
-     GPUCOMM_INTEGER_REDUCE(UInt8)},
+    {GPUCOMM_HALF_REDUCE, GPUCOMM_FLOAT_REDUCE(BFloat16), GPUCOMM_FLOAT_REDUCE(Float32), GPUCOMM_FLOAT_REDUCE(Float64),
+     GPUCOMM_INTEGER_REDUCE(Int32), GPUCOMM_INTEGER_REDUCE(Int64), GPUCOMM_INTEGER_REDUCE(UInt8)},
     {{pack_same<Float16>, pack<Float16, BFloat16>, pack<Float16, Float32>, pack<Float16, Float64>},
      {pack<BFloat16, Float16>, pack_same<BFloat16>, pack<BFloat16, Float32>, pack<BFloat16, Float64>},
      {pack<Float32, Float16>, pack<Float32, BFloat16>, pack_same<Float32>, pack<Float32, Float64>},

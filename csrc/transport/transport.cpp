@@ -10,6 +10,9 @@ void Transport::check(const Collective& c) const {
   if (c.numel > 0 && (c.out == nullptr || (c.kind != CollectiveKind::kBroadcast && c.in == nullptr))) {
     throw UsageError(what + ": null pointer with numel " + std::to_string(c.numel));
   }
+  if (c.kind == CollectiveKind::kAllReduce && c.in != c.out) {
+    throw UsageError(what + ": in and out differ, it works in place");
+  }
   if (c.scale != 1.0 && !is_floating(c.dtype)) {
     throw UsageError(what + ": scale " + std::to_string(c.scale) + " with dtype " + std::string(name_of(c.dtype)));
   }

@@ -67,7 +67,8 @@ class Transport {
   virtual void abort(const std::string& reason) noexcept = 0;
 
  protected:
-  // Checks what no transport accepts: null pointers with numel > 0, a root outside the group, scale on integers.
+  // Checks what no transport accepts: null pointers with numel > 0, a root outside the group, scale on
+  // integers, an all_reduce that is not in place.
   void check(const Collective& collective) const;
 
  private:

@@ -1,0 +1,13 @@
+// What each file of this folder adds to the module `gpucomm._core`. Only this folder knows Python.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace gpucomm {
+
+void bind_memory_and_transports(pybind11::module_& module);
+void bind_communicator(pybind11::module_& module);
+void bind_engine(pybind11::module_& module);
+void bind_grad_hook(pybind11::module_& module);
+
+}  // namespace gpucomm

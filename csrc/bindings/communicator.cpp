@@ -1,0 +1,328 @@
+// The base of gpucomm.Communicator: collectives on any host array. Raw C methods, because a small all_reduce over
+// shared memory takes less time than a generic argument parser.
+#include <cstring>
+#include <deque>
+#include <memory>
+
+#include "bindings/bindings.h"
+#include "bindings/errors.h"
+#include "bindings/host_array.h"
+#include "bindings/names.h"
+#include "transport/transport.h"
+
+namespace py = pybind11;
+
+namespace gpucomm {
+
+namespace {
+
+// What a communicator and the Work handles it gave out share.
+struct Channel {
+  std::shared_ptr<Transport> transport;
+  std::shared_ptr<Stream> stream;
+  // Arrays of collectives in flight: their memory must live until the event.
+  std::deque<std::pair<Event, py::object>> in_flight;
+  bool busy = false;  // a thread is inside; the GIL may be released there
+
+  void forget_completed() {
+    while (!in_flight.empty() && stream->query(in_flight.front().first)) in_flight.pop_front();
+  }
+};
+
+class Busy {
+ public:
+  explicit Busy(Channel& channel) : channel_(channel) {
+    if (channel.busy) {
+      throw std::runtime_error("this communicator is in a collective on another thread: use it from one at a time");
+    }
+    channel.busy = true;
+  }
+  ~Busy() { channel_.busy = false; }
+
+ private:
+  Channel& channel_;
+};
+
+// Handle of an asynchronous collective.
+struct Work {
+  std::shared_ptr<Channel> channel;
+  Event event;
+
+  void wait() {
+    const Busy busy(*channel);
+    channel->stream->synchronize(event);
+    channel->forget_completed();
+  }
+  bool done() {
+    const Busy busy(*channel);
+    channel->stream->progress();
+    channel->forget_completed();
+    return channel->stream->query(event);
+  }
+};
+
+struct CommunicatorBase {
+  PyObject_HEAD std::shared_ptr<Channel> channel;
+};
+
+struct Arguments {
+  PyObject* values[4] = {};
+
+  // names: a null-terminated list; the first `required` must be given.
+  bool parse(const char* method, const char* const* names, int required, PyObject* const* args, Py_ssize_t nargs,
+             PyObject* keywords) {
+    int count = 0;
+    while (names[count]) ++count;
+    if (nargs > count) {
+      PyErr_Format(PyExc_TypeError, "%s takes at most %d arguments (%zd given)", method, count, nargs);
+      return false;
+    }
+    for (Py_ssize_t i = 0; i < nargs; ++i) values[i] = args[i];
+    const Py_ssize_t keyword_count = keywords ? PyTuple_GET_SIZE(keywords) : 0;
+    for (Py_ssize_t k = 0; k < keyword_count; ++k) {
+      PyObject* keyword = PyTuple_GET_ITEM(keywords, k);
+      int at = 0;
+      while (at < count && PyUnicode_CompareWithASCIIString(keyword, names[at]) != 0) ++at;
+      if (at == count || values[at]) {
+        PyErr_Format(PyExc_TypeError, at == count ? "%s has no argument '%U'" : "%s got argument '%U' twice", method,
+                     keyword);
+        return false;
+      }
+      values[at] = args[nargs + k];
+    }
+    for (int i = 0; i < required; ++i) {
+      if (!values[i]) {
+        PyErr_Format(PyExc_TypeError, "%s needs argument '%s'", method, names[i]);
+        return false;
+      }
+    }
+    return true;
+  }
+};
+
+ReduceOp parse_op(PyObject* op) {
+  if (!op) return ReduceOp::kSum;
+  const char* text = PyUnicode_Check(op) ? PyUnicode_AsUTF8(op) : nullptr;
+  if (!text) throw py::type_error("op is a string: 'sum', 'avg', 'min', 'max' or 'prod'");
+  return reduce_op_named(text);
+}
+
+bool parse_flag(PyObject* flag) {
+  const int value = flag ? PyObject_IsTrue(flag) : 0;
+  if (value < 0) throw py::error_already_set();
+  return value != 0;
+}
+
+HostArray contiguous_array(const char* what, PyObject* object) {
+  HostArray array;
+  if (!read_host_array(object, &array, nullptr)) throw py::error_already_set();
+  if (!array.contiguous) throw UsageError(std::string(what) + " is not contiguous in memory");
+  return array;
+}
+
+// Runs or starts the collective; returns x (a new reference) or a Work.
+PyObject* carry_out(CommunicatorBase* self, Collective collective, PyObject* result, PyObject* also_kept,
+                    bool async_op) {
+  Channel& channel = *self->channel;
+  if (!channel.transport) throw std::runtime_error("this communicator is closed");
+  if (collective.op == ReduceOp::kAvg && is_floating(collective.dtype)) {
+    collective.scale = 1.0 / channel.transport->size();
+  }
+  const Busy busy(channel);
+  if (!async_op) {
+    channel.transport->run(collective, *channel.stream);
+    if (!channel.in_flight.empty()) channel.forget_completed();
+    return Py_NewRef(result);
+  }
+  channel.transport->start(collective, *channel.stream);
+  const Event event = channel.stream->record();
+  channel.in_flight.emplace_back(event, py::reinterpret_borrow<py::object>(result));
+  if (also_kept) channel.in_flight.emplace_back(event, py::reinterpret_borrow<py::object>(also_kept));
+  channel.stream->progress();
+  channel.forget_completed();
+  return py::cast(Work{self->channel, event}).release().ptr();
+}
+
+template <typename Body>
+PyObject* guarded(Body body) {
+  try {
+    return body();
+  } catch (...) {
+    set_python_error(std::current_exception());
+    return nullptr;
+  }
+}
+
+using Args = PyObject* const*;
+
+PyObject* all_reduce(PyObject* object, Args args, Py_ssize_t nargs, PyObject* keywords) {
+  static const char* const names[] = {"x", "op", "async_op", nullptr};
+  Arguments given;
+  if (!given.parse("all_reduce", names, 1, args, nargs, keywords)) return nullptr;
+  return guarded([&] {
+    const HostArray x = contiguous_array("x", given.values[0]);
+    const Collective collective{.kind = CollectiveKind::kAllReduce,
+                                .dtype = x.dtype,
+                                .op = parse_op(given.values[1]),
+                                .numel = x.numel,
+                                .in = x.address,
+                                .out = x.address};
+    return carry_out(reinterpret_cast<CommunicatorBase*>(object), collective, given.values[0], nullptr,
+                     parse_flag(given.values[2]));
+  });
+}
+
+// reduce_scatter and all_gather: one side is `size` times the other.
+PyObject* two_sided(PyObject* object, CollectiveKind kind, const Arguments& given, PyObject* op, PyObject* async_op) {
+  auto* self = reinterpret_cast<CommunicatorBase*>(object);
+  if (!self->channel->transport) throw std::runtime_error("this communicator is closed");
+  const HostArray output = contiguous_array("output", given.values[0]);
+  const HostArray input = contiguous_array("input", given.values[1]);
+  const auto size = static_cast<size_t>(self->channel->transport->size());
+  const bool scatter = kind == CollectiveKind::kReduceScatter;
+  const HostArray& small = scatter ? output : input;
+  const HostArray& large = scatter ? input : output;
+  if (small.dtype != large.dtype) {
+    throw py::type_error("output is " + std::string(name_of(output.dtype)) + ", input is " +
+                         std::string(name_of(input.dtype)));
+  }
+  if (large.numel != small.numel * size) {
+    throw UsageError((scatter ? "input" : "output") + std::string(" has ") + std::to_string(large.numel) +
+                     " elements, expected " + std::to_string(size) + " ranks * " + std::to_string(small.numel));
+  }
+  const Collective collective{.kind = kind,
+                              .dtype = small.dtype,
+                              .op = parse_op(op),
+                              .numel = small.numel,
+                              .in = input.address,
+                              .out = output.address};
+  return carry_out(self, collective, given.values[0], given.values[1], parse_flag(async_op));
+}
+
+PyObject* reduce_scatter(PyObject* object, Args args, Py_ssize_t nargs, PyObject* keywords) {
+  static const char* const names[] = {"output", "input", "op", "async_op", nullptr};
+  Arguments given;
+  if (!given.parse("reduce_scatter", names, 2, args, nargs, keywords)) return nullptr;
+  return guarded(
+      [&] { return two_sided(object, CollectiveKind::kReduceScatter, given, given.values[2], given.values[3]); });
+}
+
+PyObject* all_gather(PyObject* object, Args args, Py_ssize_t nargs, PyObject* keywords) {
+  static const char* const names[] = {"output", "input", "async_op", nullptr};
+  Arguments given;
+  if (!given.parse("all_gather", names, 2, args, nargs, keywords)) return nullptr;
+  return guarded([&] { return two_sided(object, CollectiveKind::kAllGather, given, nullptr, given.values[2]); });
+}
+
+PyObject* broadcast(PyObject* object, Args args, Py_ssize_t nargs, PyObject* keywords) {
+  static const char* const names[] = {"x", "root", "async_op", nullptr};
+  Arguments given;
+  if (!given.parse("broadcast", names, 1, args, nargs, keywords)) return nullptr;
+  return guarded([&] {
+    const HostArray x = contiguous_array("x", given.values[0]);
+    const int root = given.values[1] ? py::handle(given.values[1]).cast<int>() : 0;
+    const Collective collective{.kind = CollectiveKind::kBroadcast,
+                                .dtype = x.dtype,
+                                .root = root,
+                                .numel = x.numel,
+                                .in = x.address,
+                                .out = x.address};
+    return carry_out(reinterpret_cast<CommunicatorBase*>(object), collective, given.values[0], nullptr,
+                     parse_flag(given.values[2]));
+  });
+}
+
+PyObject* barrier(PyObject* object, PyObject*) {
+  return guarded([&] {
+    return carry_out(reinterpret_cast<CommunicatorBase*>(object), {.kind = CollectiveKind::kBarrier}, Py_None, nullptr,
+                     false);
+  });
+}
+
+PyObject* release(PyObject* object, PyObject*) {
+  return guarded([&] {
+    Channel& channel = *reinterpret_cast<CommunicatorBase*>(object)->channel;
+    const Busy busy(channel);
+    channel.in_flight.clear();
+    channel.transport.reset();
+    return Py_NewRef(Py_None);
+  });
+}
+
+int init(PyObject* object, PyObject* args, PyObject* keywords) {
+  static char transport_name[] = "transport", stream_name[] = "stream";
+  static char* names[] = {transport_name, stream_name, nullptr};
+  PyObject *transport = nullptr, *stream = nullptr;
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "OO", names, &transport, &stream)) return -1;
+  try {
+    auto channel = std::make_shared<Channel>();
+    channel->transport = py::handle(transport).cast<std::shared_ptr<Transport>>();
+    channel->stream = py::handle(stream).cast<std::shared_ptr<Stream>>();
+    reinterpret_cast<CommunicatorBase*>(object)->channel = std::move(channel);
+    return 0;
+  } catch (...) {
+    set_python_error(std::current_exception());
+    return -1;
+  }
+}
+
+PyObject* make(PyTypeObject* type, PyObject*, PyObject*) {
+  PyObject* object = type->tp_alloc(type, 0);
+  if (object) new (&reinterpret_cast<CommunicatorBase*>(object)->channel) std::shared_ptr<Channel>(new Channel);
+  return object;
+}
+
+void dealloc(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  reinterpret_cast<CommunicatorBase*>(object)->channel.~shared_ptr();
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+template <typename Function>
+PyCFunction as_method(Function function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+constexpr int kFast = METH_FASTCALL | METH_KEYWORDS;
+
+PyMethodDef methods[] = {
+    {"all_reduce", as_method(all_reduce), kFast,
+     "all_reduce(x, op='sum', async_op=False)\n\nReduces x over the ranks, in place; every rank gets the same bits.\n"
+     "x: contiguous array in host memory, the same dtype and numel on every rank. op: 'sum', 'avg', 'min', 'max', "
+     "'prod'.\nReturns x, or a Work with async_op=True. Blocks until the peers came. Raises CommTimeout, PeerFailed."},
+    {"reduce_scatter", as_method(reduce_scatter), kFast,
+     "reduce_scatter(output, input, op='sum', async_op=False)\n\nReduces input over the ranks; rank r gets part r of "
+     "the "
+     "result in output.\ninput: world_size * output.numel elements. Returns output, or a Work."},
+    {"all_gather", as_method(all_gather), kFast,
+     "all_gather(output, input, async_op=False)\n\nWrites the inputs of all ranks to output, in rank order.\n"
+     "output: world_size * input.numel elements. Returns output, or a Work."},
+    {"broadcast", as_method(broadcast), kFast,
+     "broadcast(x, root=0, async_op=False)\n\nCopies x of rank root (in the group) to every rank's x. Returns x, or a "
+     "Work."},
+    {"barrier", as_method(barrier), METH_NOARGS, "barrier()\n\nReturns once every rank has come here."},
+    {"_release", as_method(release), METH_NOARGS, "Lets go of the transport; every later call raises."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(make)},
+                       {Py_tp_init, reinterpret_cast<void*>(init)},
+                       {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
+                       {Py_tp_methods, methods},
+                       {0, nullptr}};
+
+PyType_Spec spec = {"gpucomm._core.CommunicatorBase", sizeof(CommunicatorBase), 0,
+                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
+
+}  // namespace
+
+void bind_communicator(py::module_& module) {
+  py::class_<Work>(module, "Work")
+      .def("wait", &Work::wait, "Blocks until the collective is complete. Raises what went wrong in it.")
+      .def("done", &Work::done, "True once it is complete; moves it forward, never blocks.");
+  PyObject* type = PyType_FromSpec(&spec);
+  if (!type) throw py::error_already_set();
+  module.add_object("CommunicatorBase", type);
+}
+
+}  // namespace gpucomm

@@ -1,0 +1,152 @@
+// Engine, its verdict, and the trace.
+#include "engine/engine.h"
+
+#include <pybind11/stl.h>
+
+#include "bindings/bindings.h"
+#include "bindings/host_array.h"
+#include "bindings/names.h"
+#include "core/trace.h"
+
+namespace py = pybind11;
+
+namespace gpucomm {
+
+namespace {
+
+// Raises TypeError/ValueError for what is no host array; contiguity is the caller's business.
+HostArray array_of(const py::handle& object) {
+  HostArray array;
+  if (!read_host_array(object.ptr(), &array, nullptr)) throw py::error_already_set();
+  return array;
+}
+
+std::vector<int32_t> indices(const Bitmap& bitmap) {
+  std::vector<int32_t> result;
+  for (size_t i = 0; i < bitmap.count(); ++i) {
+    if (bitmap.test(i)) result.push_back(static_cast<int32_t>(i));
+  }
+  return result;
+}
+
+// buckets: [(memory, dtype name, numel, [(parameter, offset, numel), ...]), ...]
+void set_plan(Engine& engine, const py::list& buckets, uint64_t layout_hash) {
+  std::vector<BucketSpec> specs;
+  for (const py::handle bucket : buckets) {
+    const auto fields = bucket.cast<py::tuple>();
+    BucketSpec& spec = specs.emplace_back();
+    spec.memory = fields[0].cast<Memory>();
+    spec.dtype = dtype_named(fields[1].cast<std::string>());
+    spec.numel = fields[2].cast<size_t>();
+    for (const py::handle slot : fields[3]) {
+      const auto values = slot.cast<std::tuple<int32_t, size_t, size_t>>();
+      spec.slots.push_back({std::get<0>(values), std::get<1>(values), std::get<2>(values)});
+    }
+  }
+  engine.set_plan(std::move(specs), layout_hash);
+}
+
+const Verdict& finish(Engine& engine, uint32_t backwards, uint32_t forwards, bool failed, double weight) {
+  return engine.finish({.iteration = engine.iteration(),
+                        .layout_hash = engine.layout_hash(),
+                        .backwards = backwards,
+                        .forwards = forwards,
+                        .failed = failed,
+                        .reserved = 0,
+                        .weight = weight,
+                        .wait_ns = engine.wait_ns()});
+}
+
+// grad: a dense host array in the slot's layout, or None for zeros.
+void complete(Engine& engine, int32_t parameter, const py::object& grad) {
+  if (grad.is_none()) {
+    engine.complete(parameter, nullptr, DType::kFloat32);
+    return;
+  }
+  const HostArray array = array_of(grad);
+  if (array.numel != engine.slot(parameter).numel) throw py::value_error("complete: numel differs from the slot's");
+  engine.complete(parameter, array.address, array.dtype);
+}
+
+py::list trace_events(const Trace& trace) {
+  py::list events;
+  for (const TraceEvent& event : trace.snapshot()) {
+    events.append(py::make_tuple(std::string(name_of(event.kind)), event.id, ticks_to_ns(event.begin_ticks),
+                                 ticks_to_ns(event.end_ticks), event.bytes, event.iteration));
+  }
+  return events;
+}
+
+double trace_record_ns(Trace& trace, uint64_t count) {
+  const int64_t begin = monotonic_ns();
+  for (uint64_t i = 0; i < count; ++i) {
+    const uint64_t t = ticks();
+    trace.record(TraceKind::kReady, 0, t, ticks(), 0, i);
+  }
+  return static_cast<double>(monotonic_ns() - begin) / static_cast<double>(count);
+}
+
+}  // namespace
+
+void bind_engine(py::module_& module) {
+  py::class_<Trace, std::shared_ptr<Trace>>(module, "Trace")
+      .def(py::init<size_t>(), py::arg("capacity") = 16384)
+      .def("events", &trace_events, "[(kind, id, begin_ns, end_ns, bytes, iteration)], oldest first; CLOCK_MONOTONIC")
+      .def("recorded", &Trace::recorded)
+      .def("clear", &Trace::clear)
+      .def("measure_record_ns", &trace_record_ns, py::arg("count"),
+           "Nanoseconds to take two time stamps and record an event, mean over `count`; overwrites the ring.");
+
+  py::class_<HeaderWords>(module, "HeaderWords")
+      .def_readonly("iteration", &HeaderWords::iteration)
+      .def_readonly("layout_hash", &HeaderWords::layout_hash)
+      .def_readonly("backwards", &HeaderWords::backwards)
+      .def_readonly("forwards", &HeaderWords::forwards)
+      .def_property_readonly("failed", [](const HeaderWords& w) { return w.failed != 0; })
+      .def_readonly("weight", &HeaderWords::weight)
+      .def_readonly("wait_ns", &HeaderWords::wait_ns);
+
+  py::class_<Verdict>(module, "Verdict")
+      .def_readonly("agreed", &Verdict::agreed)
+      .def_readonly("all_used", &Verdict::all_used)
+      .def_readonly("ranks", &Verdict::ranks)
+      .def("used", [](const Verdict& v) { return indices(v.used); })
+      .def("used_by_all", [](const Verdict& v) { return indices(v.used_by_all); })
+      .def("is_used", [](const Verdict& v, size_t parameter) { return v.used.test(parameter); })
+      .def("second_round", [](const Verdict& v) { return indices(v.second_round); });
+
+  py::enum_<Engine::Mode>(module, "Mode")
+      .value("IDLE", Engine::Mode::kIdle)
+      .value("LOCAL", Engine::Mode::kLocal)
+      .value("REDUCE", Engine::Mode::kReduce);
+
+  py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
+      .def(py::init([](std::shared_ptr<Transport> transport, std::shared_ptr<Stream> stream,
+                       std::shared_ptr<Trace> trace, size_t parameters, bool average) {
+             return std::make_shared<Engine>(std::move(transport), std::move(stream), std::make_shared<CpuCodec>(),
+                                             std::move(trace), parameters, average);
+           }),
+           py::arg("transport"), py::arg("stream"), py::arg("trace"), py::arg("parameters"), py::arg("average") = true)
+      .def("set_plan", &set_plan, py::arg("buckets"), py::arg("layout_hash"))
+      .def("replace_memory", &Engine::replace_memory, py::arg("bucket"), py::arg("memory"))
+      .def("arm", &Engine::arm)
+      .def("arm_local", &Engine::arm_local)
+      .def("complete", &complete, py::arg("parameter"), py::arg("grad").none(true))
+      .def("mark_packed", &Engine::mark_packed, py::arg("parameter"))
+      .def("mark_used", &Engine::mark_used, py::arg("parameter"))
+      .def("packed", &Engine::packed, py::arg("parameter"))
+      .def("has_slot", [](const Engine& e, int32_t parameter) { return e.slot(parameter).bucket >= 0; })
+      .def("request_second_round", &Engine::request_second_round, py::arg("parameter"))
+      .def("missing", &Engine::missing)
+      .def("finish", &finish, py::arg("backwards"), py::arg("forwards"), py::arg("failed"),
+           py::arg("weight"), py::return_value_policy::reference_internal)
+      .def("disarm", &Engine::disarm)
+      .def_property_readonly("mode", &Engine::mode)
+      .def_property_readonly("iteration", &Engine::iteration)
+      .def_property_readonly("launched", &Engine::launched)
+      .def_property_readonly("reduced", &Engine::reduced)
+      .def_property_readonly("wait_ns", &Engine::wait_ns)
+      .def_property_readonly("ready_order", &Engine::ready_order);
+}
+
+}  // namespace gpucomm

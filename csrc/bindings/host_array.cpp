@@ -1,0 +1,213 @@
+#include "bindings/host_array.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "bindings/dlpack.h"
+
+namespace gpucomm {
+
+namespace {
+
+// Tables by type, most recently used first; a program has two or three tensor types (Tensor, Parameter).
+struct KnownType {
+  PyTypeObject* type;
+  const dlpack::ExchangeApi* api;
+};
+constexpr int kKnownTypes = 8;
+KnownType known_types[kKnownTypes];
+
+const dlpack::ExchangeApi* find_api(PyTypeObject* type) {
+  for (const KnownType& known : known_types) {
+    if (known.type == type) return known.api;
+  }
+  const dlpack::ExchangeApi* api = nullptr;
+  if (PyObject* capsule = PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__")) {
+    if (PyCapsule_CheckExact(capsule)) {
+      api = static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+      while (api != nullptr && api->version.major != 1) api = api->previous;
+    }
+    Py_DECREF(capsule);
+  }
+  PyErr_Clear();
+  std::move_backward(known_types, known_types + kKnownTypes - 1, known_types + kKnownTypes);
+  // The reference keeps the type's address from being used again for another type.
+  Py_INCREF(type);
+  known_types[0] = {type, api};
+  return api;
+}
+
+// Returns the number of our elements in one of theirs, 0 if there is no counterpart.
+int counterpart(dlpack::DataType type, DType* dtype) {
+  if (type.lanes != 1) return 0;
+  const int key = type.code * 256 + type.bits;
+  switch (key) {
+    case dlpack::kFloat * 256 + 32:
+      *dtype = DType::kFloat32;
+      return 1;
+    case dlpack::kBFloat * 256 + 16:
+      *dtype = DType::kBFloat16;
+      return 1;
+    case dlpack::kFloat * 256 + 16:
+      *dtype = DType::kFloat16;
+      return 1;
+    case dlpack::kFloat * 256 + 64:
+      *dtype = DType::kFloat64;
+      return 1;
+    case dlpack::kInt * 256 + 32:
+      *dtype = DType::kInt32;
+      return 1;
+    case dlpack::kInt * 256 + 64:
+      *dtype = DType::kInt64;
+      return 1;
+    case dlpack::kUInt * 256 + 8:
+      *dtype = DType::kUInt8;
+      return 1;
+    case dlpack::kComplex * 256 + 64:
+      *dtype = DType::kFloat32;
+      return 2;
+    case dlpack::kComplex * 256 + 128:
+      *dtype = DType::kFloat64;
+      return 2;
+    default:
+      return 0;
+  }
+}
+
+bool is_dense(const Layout& layout) {
+  if (layout.ndim < 0) return false;
+  Layout sorted = layout;
+  for (int i = 1; i < sorted.ndim; ++i) {
+    for (int j = i; j > 0 && sorted.stride[j] > sorted.stride[j - 1]; --j) {
+      std::swap(sorted.stride[j], sorted.stride[j - 1]);
+      std::swap(sorted.size[j], sorted.size[j - 1]);
+    }
+  }
+  int64_t expected = 1;
+  for (int d = sorted.ndim - 1; d >= 0; --d) {
+    if (sorted.stride[d] != expected) return false;
+    expected *= sorted.size[d];
+  }
+  return true;
+}
+
+void fill(const dlpack::Tensor& tensor, int per_element, HostArray* array, Layout* wanted) {
+  Layout local;
+  Layout* layout = wanted ? wanted : &local;
+  array->address = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  size_t numel = static_cast<size_t>(per_element);
+  int64_t row_major = 1;
+  bool contiguous = true;
+  layout->ndim = 0;
+  for (int d = tensor.ndim - 1; d >= 0; --d) {
+    const int64_t size = tensor.shape[d];
+    numel *= static_cast<size_t>(size);
+    if (size == 1) continue;
+    const int64_t stride = tensor.strides ? tensor.strides[d] : row_major;
+    contiguous &= stride == row_major;
+    row_major *= size;
+    if (layout->ndim >= 0 && layout->ndim < kMaxDims) {
+      layout->size[layout->ndim] = size;
+      layout->stride[layout->ndim] = stride;
+      ++layout->ndim;
+    } else {
+      layout->ndim = -1;
+    }
+  }
+  array->numel = numel;
+  array->contiguous = contiguous || numel == 0;
+  array->dense = array->contiguous || is_dense(*layout);
+}
+
+bool read_buffer(PyObject* object, HostArray* array, Layout* layout) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(object, &view, PyBUF_STRIDES | PyBUF_FORMAT | PyBUF_WRITABLE) != 0) return false;
+  const char* format = view.format ? view.format : "B";
+  if (*format == '@' || *format == '=' || (*format == '<' && PY_LITTLE_ENDIAN)) ++format;
+  const bool complex = *format == 'Z';
+  const char letter = complex ? format[1] : format[0];
+  dlpack::DataType type{dlpack::kBool, static_cast<uint8_t>(view.itemsize * 8), 1};
+  if (std::strchr("efd", letter)) type.code = complex ? dlpack::kComplex : dlpack::kFloat;
+  if (std::strchr("bhilqn", letter)) type.code = dlpack::kInt;
+  if (std::strchr("BHILQNc", letter)) type.code = dlpack::kUInt;
+  const int per_element = counterpart(type, &array->dtype);
+  const bool fits = per_element > 0 && view.ndim <= kMaxDims;
+  if (fits) {
+    int64_t shape[kMaxDims], strides[kMaxDims];
+    bool whole = true;
+    for (int d = 0; d < view.ndim; ++d) {
+      shape[d] = view.shape[d];
+      whole &= view.strides[d] % view.itemsize == 0;
+      strides[d] = view.strides[d] / view.itemsize;
+    }
+    fill({view.buf, {dlpack::kCpu, 0}, view.ndim, type, shape, strides, 0}, per_element, array, layout);
+    if (!whole) array->contiguous = array->dense = false;
+  } else {
+    PyErr_Format(PyExc_TypeError,
+                 "an array of format '%s' has no counterpart here (float16, bfloat16, float32, float64, "
+                 "complex64, complex128, int32, int64, uint8)",
+                 view.format ? view.format : "?");
+  }
+  PyBuffer_Release(&view);
+  return fits;
+}
+
+bool read_dlpack(PyObject* object, HostArray* array, Layout* layout) {
+  // A tensor that requires grad refuses to be exported; what we do with its memory is not recorded anyhow.
+  PyObject* exported =
+      PyObject_HasAttrString(object, "detach") ? PyObject_CallMethod(object, "detach", nullptr) : Py_NewRef(object);
+  if (!exported) return false;
+  PyObject* capsule = PyObject_CallMethod(exported, "__dlpack__", nullptr);
+  Py_DECREF(exported);
+  if (!capsule) return false;
+  auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
+  bool fits = false;
+  if (managed) {
+    const dlpack::Tensor& tensor = managed->tensor;
+    const int per_element = counterpart(tensor.dtype, &array->dtype);
+    if (tensor.device.type != dlpack::kCpu && tensor.device.type != dlpack::kCudaHost) {
+      PyErr_Format(PyExc_ValueError, "the array is on a device (DLPack device type %d), host memory is needed",
+                   static_cast<int>(tensor.device.type));
+    } else if (per_element == 0) {
+      PyErr_Format(PyExc_TypeError, "a DLPack dtype of code %d and %d bits has no counterpart here",
+                   static_cast<int>(tensor.dtype.code), static_cast<int>(tensor.dtype.bits));
+    } else {
+      fill(tensor, per_element, array, layout);
+      fits = true;
+    }
+  }
+  // The capsule still owns the tensor and frees it; the object keeps the memory.
+  Py_DECREF(capsule);
+  return fits;
+}
+
+}  // namespace
+
+bool read_exchange_array(PyObject* object, HostArray* array, Layout* layout) {
+  const dlpack::ExchangeApi* api = find_api(Py_TYPE(object));
+  if (!api) return false;
+  dlpack::Tensor tensor;
+  if (api->tensor_from_object(object, &tensor) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  if (tensor.device.type != dlpack::kCpu && tensor.device.type != dlpack::kCudaHost) return false;
+  const int per_element = counterpart(tensor.dtype, &array->dtype);
+  if (per_element == 0) return false;
+  fill(tensor, per_element, array, layout);
+  return true;
+}
+
+bool read_host_array(PyObject* object, HostArray* array, Layout* layout) {
+  if (read_exchange_array(object, array, layout)) return true;
+  if (PyObject_HasAttrString(object, "__dlpack__") && !PyObject_CheckBuffer(object)) {
+    return read_dlpack(object, array, layout);
+  }
+  if (PyObject_CheckBuffer(object)) return read_buffer(object, array, layout);
+  PyErr_Format(PyExc_TypeError, "expected an array in host memory (torch, NumPy or anything with DLPack), got %s",
+               Py_TYPE(object)->tp_name);
+  return false;
+}
+
+}  // namespace gpucomm

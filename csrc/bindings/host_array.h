@@ -1,0 +1,48 @@
+// Reads where an array lies in host memory, from any Python object that says so: torch (through the DLPack exchange
+// table where its type has one), NumPy and others (buffer protocol), anything else with `__dlpack__`.
+#pragma once
+
+#include <Python.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+#include "core/types.h"
+
+namespace gpucomm {
+
+struct HostArray {
+  void* address = nullptr;
+  DType dtype = DType::kUInt8;
+  size_t numel = 0;    // of dtype: a complex array has two float elements for each of its own
+  bool dense = false;  // its elements fill one gapless stretch of memory in some order
+  bool contiguous = false;
+};
+
+inline constexpr int kMaxDims = 16;
+
+// The layout of an array, to compare two. Dimensions of size 1 are left out: their stride means nothing.
+struct Layout {
+  int ndim = -1;  // -1: more than kMaxDims dimensions
+  int64_t size[kMaxDims];
+  int64_t stride[kMaxDims];
+
+  bool operator==(const Layout& other) const {
+    if (ndim != other.ndim || ndim < 0) return false;
+    for (int d = 0; d < ndim; ++d) {
+      if (size[d] != other.size[d] || stride[d] != other.stride[d]) return false;
+    }
+    return true;
+  }
+};
+
+// Borrowed: valid as long as the object lives and keeps its memory. Returns false with a Python error set: TypeError
+// for an object that is no array or has a dtype without a counterpart here, ValueError for memory that is not the
+// host's or is read-only. `layout` may be null.
+bool read_host_array(PyObject* object, HostArray* array, Layout* layout);
+
+// The fast path alone: true if the type carries the exchange table and everything fits. False without a Python error.
+bool read_exchange_array(PyObject* object, HostArray* array, Layout* layout);
+
+}  // namespace gpucomm

@@ -1,0 +1,240 @@
+#include "engine/engine.h"
+
+#include <cstring>
+#include <string>
+#include <utility>
+
+namespace gpucomm {
+
+static size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
+
+Engine::Engine(std::shared_ptr<Transport> transport, std::shared_ptr<Stream> stream, std::shared_ptr<Codec> codec,
+               std::shared_ptr<Trace> trace, size_t parameters, bool average)
+    : transport_(std::move(transport)),
+      stream_(std::move(stream)),
+      codec_(std::move(codec)),
+      trace_(std::move(trace)),
+      slots_(parameters),
+      packed_(parameters, 0),
+      used_(parameters),
+      second_round_(parameters),
+      header_bytes_(round_up(sizeof(HeaderWords) + 2 * used_.words().size_bytes(), 64)),
+      verdict_(parameters) {
+  if (average) {
+    (transport_->scales_in_reduce() ? reduce_scale_ : pack_scale_) = 1.0 / transport_->size();
+  }
+  header_memory_.resize(header_bytes_ * static_cast<size_t>(transport_->size() + 1));
+  ready_order_.reserve(parameters);
+}
+
+void Engine::set_plan(std::vector<BucketSpec> specs, uint64_t layout_hash) {
+  GPUCOMM_ASSERT(mode_ == Mode::kIdle, "set_plan inside a backward");
+  buckets_.clear();
+  slots_.assign(slots_.size(), Slot{});
+  for (BucketSpec& spec : specs) {
+    const auto index = static_cast<int32_t>(buckets_.size());
+    const size_t element_bytes = size_of(spec.dtype);
+    GPUCOMM_ASSERT(spec.numel * element_bytes <= spec.memory.bytes, "bucket " + std::to_string(index));
+    Bucket& bucket = buckets_.emplace_back();
+    bucket.dtype = spec.dtype;
+    bucket.numel = spec.numel;
+    for (const SlotSpec& slot : spec.slots) {
+      GPUCOMM_ASSERT(slot.offset + slot.numel <= spec.numel, "parameter " + std::to_string(slot.parameter));
+      auto* base = static_cast<std::byte*>(spec.memory.address);
+      slots_.at(static_cast<size_t>(slot.parameter)) = {index, spec.dtype, slot.numel,
+                                                        base + slot.offset * element_bytes};
+      bucket.parameters.push_back(slot.parameter);
+    }
+    bucket.memory = std::move(spec.memory);
+  }
+  layout_hash_ = layout_hash;
+}
+
+void Engine::replace_memory(size_t index, Memory memory) {
+  GPUCOMM_ASSERT(mode_ == Mode::kIdle, "replace_memory inside a backward");
+  Bucket& bucket = buckets_.at(index);
+  GPUCOMM_ASSERT(memory.bytes >= bucket.numel * size_of(bucket.dtype), "bucket " + std::to_string(index));
+  for (int32_t parameter : bucket.parameters) {
+    Slot& slot = slots_[static_cast<size_t>(parameter)];
+    slot.address =
+        static_cast<std::byte*>(memory.address) + (slot.address - static_cast<const std::byte*>(bucket.memory.address));
+  }
+  bucket.memory = std::move(memory);
+}
+
+void Engine::arm() {
+  GPUCOMM_ASSERT(mode_ == Mode::kIdle, "arm inside a backward");
+  mode_ = Mode::kReduce;
+  ++iteration_;
+  launched_ = 0;
+  reduced_ = 0;
+  wait_ns_ = 0;
+  ready_order_.clear();
+  packed_.assign(packed_.size(), 0);
+  second_round_.clear();
+  for (Bucket& bucket : buckets_) bucket.pending = bucket.parameters.size();
+}
+
+void Engine::mark_ready(int32_t parameter, const void* grad, DType grad_dtype) {
+  const Slot& slot = slots_[static_cast<size_t>(parameter)];
+  const uint64_t ready = ticks();
+  codec_->pack(slot.address, slot.dtype, grad, grad_dtype, slot.numel, pack_scale_);
+  const size_t bytes = slot.numel * size_of(slot.dtype);
+  trace_->record(TraceKind::kReady, parameter, ready, ready, bytes, iteration_);
+  trace_->record(TraceKind::kPack, parameter, ready, ticks(), bytes, iteration_);
+  used_.set(static_cast<size_t>(parameter));
+  ready_order_.push_back(parameter);
+  count_down(parameter);
+  launch_full_buckets();
+}
+
+void Engine::complete(int32_t parameter, const void* grad, DType grad_dtype) {
+  const Slot& slot = slots_[static_cast<size_t>(parameter)];
+  if (grad == nullptr) {
+    codec_->zero(slot.address, slot.numel * size_of(slot.dtype));
+  } else {
+    codec_->pack(slot.address, slot.dtype, grad, grad_dtype, slot.numel, pack_scale_);
+  }
+  count_down(parameter);
+}
+
+void Engine::mark_packed(int32_t parameter) {
+  const Slot& slot = slots_[static_cast<size_t>(parameter)];
+  if (pack_scale_ != 1.0) codec_->pack(slot.address, slot.dtype, slot.address, slot.dtype, slot.numel, pack_scale_);
+  used_.set(static_cast<size_t>(parameter));
+  ready_order_.push_back(parameter);
+  count_down(parameter);
+  launch_full_buckets();
+}
+
+void Engine::request_second_round(int32_t parameter) {
+  used_.set(static_cast<size_t>(parameter));
+  second_round_.set(static_cast<size_t>(parameter));
+}
+
+void Engine::count_down(int32_t parameter) {
+  Bucket& bucket = buckets_[static_cast<size_t>(slots_[static_cast<size_t>(parameter)].bucket)];
+  GPUCOMM_ASSERT(bucket.pending > 0 && !packed(parameter), "parameter " + std::to_string(parameter));
+  packed_[static_cast<size_t>(parameter)] = 1;
+  --bucket.pending;
+}
+
+void Engine::launch_full_buckets() {
+  if (launched_ == buckets_.size() || buckets_[launched_].pending > 0) return;
+  do {
+    launch(buckets_[launched_++]);
+  } while (launched_ < buckets_.size() && buckets_[launched_].pending == 0);
+  stream_->progress();
+  note_reduced();
+}
+
+// Which buckets were reduced by now, as far as this rank has seen: it looks when a bucket is launched and at the end.
+void Engine::note_reduced() {
+  while (reduced_ < launched_ && stream_->query(buckets_[reduced_].reduced)) {
+    const Bucket& bucket = buckets_[reduced_];
+    trace_->record(TraceKind::kReduce, static_cast<int32_t>(reduced_), bucket.launch_ticks, ticks(),
+                   bucket.numel * size_of(bucket.dtype), iteration_);
+    ++reduced_;
+  }
+}
+
+void Engine::launch(Bucket& bucket) {
+  bucket.launch_ticks = ticks();
+  transport_->start({.kind = CollectiveKind::kAllReduce,
+                     .dtype = bucket.dtype,
+                     .op = ReduceOp::kSum,
+                     .numel = bucket.numel,
+                     .scale = is_floating(bucket.dtype) ? reduce_scale_ : 1.0,
+                     .in = bucket.memory.address,
+                     .out = bucket.memory.address},
+                    *stream_);
+  bucket.reduced = stream_->record();
+}
+
+std::vector<int32_t> Engine::missing() const {
+  std::vector<int32_t> result;
+  bool any = false;
+  for (const Bucket& bucket : buckets_) any |= bucket.pending > 0;
+  if (!any) return result;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (slots_[i].bucket >= 0 && !packed_[i]) result.push_back(static_cast<int32_t>(i));
+  }
+  return result;
+}
+
+const Verdict& Engine::finish(const HeaderWords& words) {
+  GPUCOMM_ASSERT(mode_ == Mode::kReduce, "finish outside a backward");
+  launch_full_buckets();
+  GPUCOMM_ASSERT(launched_ == buckets_.size(), std::to_string(launched_) + " of " + std::to_string(buckets_.size()));
+  start_header(words);
+  const Event header = stream_->record();
+  stream_->progress();
+  for (note_reduced(); reduced_ < launched_; note_reduced()) {
+    const Bucket& bucket = buckets_[reduced_];
+    const uint64_t begin = ticks();
+    stream_->synchronize(bucket.reduced);
+    note_wait(begin, static_cast<int32_t>(reduced_), bucket.numel * size_of(bucket.dtype));
+  }
+  const uint64_t begin = ticks();
+  stream_->synchronize(header);
+  note_wait(begin, -1, header_bytes_);
+  trace_->record(TraceKind::kHeader, -1, begin, ticks(), header_bytes_, iteration_);
+  read_verdict();
+  return verdict_;
+}
+
+void Engine::note_wait(uint64_t begin_ticks, int32_t id, size_t bytes) {
+  const uint64_t end = ticks();
+  wait_ns_ += static_cast<uint64_t>(ticks_to_ns(end) - ticks_to_ns(begin_ticks));
+  trace_->record(TraceKind::kWait, id, begin_ticks, end, bytes, iteration_);
+}
+
+void Engine::start_header(const HeaderWords& words) {
+  std::byte* mine = header_memory_.data();
+  const size_t bitmap_bytes = used_.words().size_bytes();
+  std::memcpy(mine, &words, sizeof words);
+  std::memcpy(mine + sizeof words, used_.words().data(), bitmap_bytes);
+  std::memcpy(mine + sizeof words + bitmap_bytes, second_round_.words().data(), bitmap_bytes);
+  transport_->start({.kind = CollectiveKind::kAllGather,
+                     .dtype = DType::kUInt8,
+                     .numel = header_bytes_,
+                     .in = mine,
+                     .out = mine + header_bytes_},
+                    *stream_);
+}
+
+void Engine::read_verdict() {
+  const std::byte* theirs = header_memory_.data() + header_bytes_;
+  const size_t bitmap_words = used_.words().size();
+  verdict_.ranks.resize(static_cast<size_t>(transport_->size()));
+  verdict_.used.clear();
+  verdict_.used_by_all.fill();
+  verdict_.second_round.clear();
+  for (size_t r = 0; r < verdict_.ranks.size(); ++r, theirs += header_bytes_) {
+    std::memcpy(&verdict_.ranks[r], theirs, sizeof(HeaderWords));
+    const std::byte* bitmaps = theirs + sizeof(HeaderWords);
+    for (size_t w = 0; w < bitmap_words; ++w) {
+      uint64_t used, second;
+      std::memcpy(&used, bitmaps + w * sizeof used, sizeof used);
+      std::memcpy(&second, bitmaps + (bitmap_words + w) * sizeof second, sizeof second);
+      verdict_.used.words()[w] |= used;
+      verdict_.used_by_all.words()[w] &= used;
+      verdict_.second_round.words()[w] |= second;
+    }
+  }
+  const HeaderWords& first = verdict_.ranks[0];
+  verdict_.all_used = true;
+  for (size_t i = 0; i < slots_.size(); ++i) verdict_.all_used &= slots_[i].bucket < 0 || verdict_.used_by_all.test(i);
+  verdict_.agreed = !verdict_.second_round.any();
+  for (const HeaderWords& words : verdict_.ranks) {
+    verdict_.agreed &= words.iteration == first.iteration && words.layout_hash == first.layout_hash &&
+                       words.backwards == first.backwards && words.forwards == first.forwards && words.failed == 0;
+  }
+}
+
+void Engine::disarm() {
+  if (mode_ == Mode::kReduce) used_.clear();
+  mode_ = Mode::kIdle;
+}
+
+}  // namespace gpucomm

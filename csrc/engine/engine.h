@@ -1,0 +1,138 @@
+// The engine: ready -> pack -> reduce -> unpack for one wrapper's gradients.
+//
+// One iteration on one rank, all calls from the thread that runs backward:
+//   arm()                   the first gradient hook of a backward that shall be reduced
+//   mark_ready() per gradient: packs it into its slot; a bucket whose last slot is packed is reduced as soon as the
+//                           buckets before it in the plan are launched (the same order on every rank), without blocking
+//   complete() per slot whose parameter got no gradient
+//   finish()                launches what is left, exchanges the header, waits for everything
+//
+// It is given a transport, a stream and a codec and never learns what device it serves.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "core/stream.h"
+#include "core/trace.h"
+#include "engine/bucket.h"
+#include "engine/header.h"
+#include "kernels/codec.h"
+#include "transport/transport.h"
+
+namespace gpucomm {
+
+// One parameter of a bucket, in a plan handed to set_plan().
+struct SlotSpec {
+  int32_t parameter;
+  size_t offset;  // in elements from the start of the bucket
+  size_t numel;
+};
+
+struct BucketSpec {
+  Memory memory;
+  DType dtype;
+  size_t numel;
+  std::vector<SlotSpec> slots;
+};
+
+class Engine {
+ public:
+  enum class Mode : uint8_t {
+    kIdle,    // between backwards
+    kLocal,   // in a backward whose gradients stay local (no_sync)
+    kReduce,  // in a backward whose gradients are reduced
+  };
+
+  // average: divide by the number of ranks (else the sum is wanted).
+  Engine(std::shared_ptr<Transport> transport, std::shared_ptr<Stream> stream, std::shared_ptr<Codec> codec,
+         std::shared_ptr<Trace> trace, size_t parameters, bool average);
+
+  // Replaces the plan. Only between iterations; the memory of a bucket stays with the engine until the next set_plan().
+  void set_plan(std::vector<BucketSpec> buckets, uint64_t layout_hash);
+  // Moves one bucket to other memory of the same size. Only between iterations.
+  void replace_memory(size_t bucket, Memory memory);
+
+  void arm_local() { mode_ = Mode::kLocal; }
+  void arm();
+
+  // The gradient of `parameter` is complete in this backward and lies at `grad`, contiguous in the slot's element
+  // order, in `grad_dtype`. Copies it into the slot; the caller may free it on return. Never blocks.
+  // Preconditions: mode kReduce, !packed(parameter), the parameter has a slot.
+  void mark_ready(int32_t parameter, const void* grad, DType grad_dtype);
+  // The same for a slot whose parameter got no gradient in this backward: packs what `grad` holds, zeros if null.
+  // Does not count as used, launches nothing.
+  void complete(int32_t parameter, const void* grad, DType grad_dtype);
+  // For a caller that has written the slot itself (foreign layouts): only counts it.
+  void mark_packed(int32_t parameter);
+
+  // The gradient cannot go through its slot (a second gradient after packing, no slot, another dtype): asks all ranks
+  // for a second round on this parameter.
+  void request_second_round(int32_t parameter);
+
+  // Parameters with a slot that is not packed yet, ascending.
+  std::vector<int32_t> missing() const;
+
+  // Launches what is left, exchanges the header and waits for all of it. Blocks; throws CommTimeout, PeerFailed.
+  // Afterwards the slots hold the reduced gradients on every rank, whatever the verdict.
+  const Verdict& finish(const HeaderWords& words);
+  // Ends the backward: mode kIdle; after a reduction also forgets which parameters were used.
+  void disarm();
+
+  Mode mode() const { return mode_; }
+  void mark_used(int32_t parameter) { used_.set(static_cast<size_t>(parameter)); }
+  bool packed(int32_t parameter) const { return packed_[static_cast<size_t>(parameter)] != 0; }
+  const Slot& slot(int32_t parameter) const { return slots_[static_cast<size_t>(parameter)]; }
+  size_t parameter_count() const { return slots_.size(); }
+  size_t bucket_count() const { return buckets_.size(); }
+  size_t launched() const { return launched_; }
+  uint64_t iteration() const { return iteration_; }
+  uint64_t layout_hash() const { return layout_hash_; }
+  uint64_t wait_ns() const { return wait_ns_; }
+  // In which order the gradients of the last or current reduction became ready.
+  const std::vector<int32_t>& ready_order() const { return ready_order_; }
+  // Buckets reduced so far; when finish() threw, the bucket of this index was waited for (none: the header).
+  size_t reduced() const { return reduced_; }
+
+  Transport& transport() { return *transport_; }
+  Stream& stream() { return *stream_; }
+  Trace& trace() { return *trace_; }
+
+ private:
+  void count_down(int32_t parameter);
+  void launch_full_buckets();
+  void launch(Bucket& bucket);
+  void note_reduced();
+  void note_wait(uint64_t begin_ticks, int32_t id, size_t bytes);
+  void start_header(const HeaderWords& words);
+  void read_verdict();
+
+  std::shared_ptr<Transport> transport_;
+  std::shared_ptr<Stream> stream_;
+  std::shared_ptr<Codec> codec_;
+  std::shared_ptr<Trace> trace_;
+  double reduce_scale_ = 1.0;  // applied by the transport's reduction,
+  double pack_scale_ = 1.0;    // or by pack where the transport cannot
+
+  Mode mode_ = Mode::kIdle;
+  uint64_t iteration_ = 0;
+  uint64_t layout_hash_ = 0;
+  std::vector<Slot> slots_;
+  std::vector<uint8_t> packed_;
+  std::vector<int32_t> ready_order_;
+  std::vector<Bucket> buckets_;
+  size_t launched_ = 0;  // buckets launched in this iteration, in plan order
+  size_t reduced_ = 0;   // of those, known to be complete
+  uint64_t wait_ns_ = 0;
+
+  Bitmap used_;  // since the last reduction
+  Bitmap second_round_;
+  size_t header_bytes_;
+  std::vector<std::byte> header_memory_;  // this rank's header, then everybody's
+  Verdict verdict_;
+};
+
+}  // namespace gpucomm

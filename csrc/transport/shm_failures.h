@@ -1,0 +1,48 @@
+// How ranks tell each other that one of them gave up, and what each of them raises then.
+//
+// The first failure is written to the own control block, once, with its culprits; peers that find it raise the same
+// verdict, so that all name the rank that is at fault and not the one that noticed first.
+#pragma once
+
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "transport/shm_layout.h"
+
+namespace gpucomm::shm {
+
+class Failures {
+ public:
+  Failures(const std::vector<ControlBlock*>& blocks, int rank, std::vector<int> global_ranks, double timeout_s);
+
+  bool failed() const {
+    // Acquire: partner is the release in record(), possibly on another thread.
+    return blocks_[rank_]->failure.recorded.load(std::memory_order_acquire) != 0;
+  }
+  // Throws the recorded failure; the same one each time. Call only if failed().
+  [[noreturn]] void rethrow() const;
+  // If a peer has given up, this rank does too, and throws.
+  void adopt_from_peers();
+
+  // Each records (unless there is a failure already), wakes everybody and throws what is recorded.
+  [[noreturn]] void peer_failed(int culprit, const std::string& reason);
+  [[noreturn]] void timed_out(const std::vector<int>& missing, const std::string& what);
+  [[noreturn]] void mismatch(const std::string& difference);
+  // Any thread; does not throw.
+  void abort(const std::string& reason) noexcept;
+
+  int global(int rank) const { return global_ranks_.empty() ? rank : global_ranks_[static_cast<size_t>(rank)]; }
+  void wake_everybody() noexcept;
+
+ private:
+  void record(FailureKind kind, const std::vector<int>& culprits, const std::string& reason) noexcept;
+
+  std::vector<ControlBlock*> blocks_;
+  int rank_;
+  std::vector<int> global_ranks_;
+  double timeout_s_;
+  std::mutex mutex_;  // an abort from another thread
+};
+
+}  // namespace gpucomm::shm

@@ -1,0 +1,68 @@
+"""Where a backward ends, and how it ends: the callback at its outermost end, and the news that it never came.
+
+Autograd runs a queued callback at the end of the graph task in which it was queued. Inside a reentrant checkpoint that is
+an inner one, so the callback is queued from a node of the outer graph that runs after the outermost checkpoint.
+"""
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
+
+
+class BackwardEnd:
+    """Calls `on_end` when the backward is complete; `on_abort` if this object dies uncalled, for then backward raised."""
+
+    def __init__(self, on_end: Callable[[], None], on_abort: Callable[[], None]) -> None:
+        self._on_end = on_end
+        self._on_abort = on_abort
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._on_end()
+
+    def __del__(self) -> None:
+        if not self._called and not sys.is_finalizing():
+            self._on_abort()
+
+
+def queue_at_outermost_end(callback: BackwardEnd) -> None:
+    """Queues the callback at the end of the outermost backward that is running on this thread.
+
+    Call it from a hook. Raises RuntimeError where autograd would accept the callback and never call it.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        raise RuntimeError(
+            "a gradient hook ran outside autograd's own backward (compiled autograd?), where its end cannot be seen; "
+            "disable compiled autograd for this model"
+        )
+    node = _outermost_reentrant_node()
+    if node is None:
+        Variable._execution_engine.queue_callback(callback)
+        return
+    queued = False
+
+    def queue(*_: object) -> None:
+        nonlocal queued
+        if not queued:
+            queued = True
+            Variable._execution_engine.queue_callback(callback)
+
+    for following, _ in node.next_functions:
+        if following is not None:
+            following.register_prehook(queue)
+
+
+def _outermost_reentrant_node() -> BackwardCFunction | None:
+    """The outermost custom autograd node whose Python backward is running on this thread's stack, if any."""
+    found = None
+    frame = sys._getframe(1)
+    while frame is not None:
+        node = frame.f_locals.get("self") if frame.f_code.co_name == "apply" else None
+        if isinstance(node, BackwardCFunction):
+            found = node
+        frame = frame.f_back
+    return found

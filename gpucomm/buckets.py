@@ -1,0 +1,168 @@
+"""The plan, which slots lie in which bucket and in what order, and the memory and views that come from it."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from gpucomm import _core
+from gpucomm.transport import flat_tensor
+
+MIB = 1 << 20
+# Slots start at multiples of this many elements (at least 32 bytes), so the size of a bucket does not depend on order.
+SLOT_ALIGNMENT = 16
+# Buckets of a memory block start at multiples of a page.
+_BUCKET_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What planning needs to know of a parameter's gradient. dtype: that of its elements, complex ones as pairs."""
+
+    numel: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, param: torch.Tensor) -> "ParameterSpec":
+        pair = 2 if param.dtype.is_complex else 1
+        return cls(param.numel() * pair, param.dtype.to_real() if pair == 2 else param.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in a bucket. offset, numel: in elements of the bucket's dtype."""
+
+    parameter: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Slots that are reduced together. dtype: torch's name, without "torch."; numel: padding included."""
+
+    dtype: str
+    numel: int
+    slots: tuple[Slot, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * getattr(torch, self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Buckets in the order in which every rank launches them."""
+
+    buckets: tuple[Bucket, ...]
+
+    @classmethod
+    def build(cls, specs: Sequence[ParameterSpec], order: Iterable[int], caps: Sequence[int]) -> "BucketPlan":
+        """Fills buckets, one open for each dtype, with parameters in the given order; a full one is closed.
+
+        The n-th bucket of a dtype is full once it holds at least caps[n] bytes of gradients (the last cap repeats), so a
+        parameter larger than the cap closes one. Parameters without elements get a slot of size 0.
+        """
+        closed: list[Bucket] = []
+        opened: dict[torch.dtype, list[int]] = {}
+        nbytes: dict[torch.dtype, int] = {}
+        count: dict[torch.dtype, int] = {}
+
+        def close(dtype: torch.dtype) -> None:
+            slots, end = [], 0
+            for parameter in opened.pop(dtype):
+                numel = specs[parameter].numel
+                slots.append(Slot(parameter, end, numel))
+                end += -(-numel // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+            closed.append(Bucket(str(dtype).removeprefix("torch."), end, tuple(slots)))
+            count[dtype] = count.get(dtype, 0) + 1
+            nbytes[dtype] = 0
+
+        for parameter in order:
+            spec = specs[parameter]
+            opened.setdefault(spec.dtype, []).append(parameter)
+            nbytes[spec.dtype] = nbytes.get(spec.dtype, 0) + spec.nbytes
+            if nbytes[spec.dtype] >= caps[min(count.get(spec.dtype, 0), len(caps) - 1)]:
+                close(spec.dtype)
+        for dtype in list(opened):
+            close(dtype)
+        return cls(tuple(closed))
+
+    @property
+    def parameters(self) -> list[int]:
+        """In launch order."""
+        return [slot.parameter for bucket in self.buckets for slot in bucket.slots]
+
+    @property
+    def layout_hash(self) -> int:
+        """64 bits over everything that ranks must have in common to reduce each other's buckets."""
+        return int.from_bytes(hashlib.blake2b(self.to_json().encode(), digest_size=8).digest(), "little")
+
+    def to_json(self) -> str:
+        return json.dumps([asdict(bucket) for bucket in self.buckets])
+
+    @classmethod
+    def from_json(cls, text: str) -> "BucketPlan":
+        """Raises ValueError for what to_json did not write."""
+        try:
+            return cls(
+                tuple(
+                    Bucket(bucket["dtype"], bucket["numel"], tuple(Slot(**slot) for slot in bucket["slots"]))
+                    for bucket in json.loads(text)
+                )
+            )
+        except (TypeError, KeyError, json.JSONDecodeError) as error:
+            raise ValueError(f"not a bucket plan: {error}") from error
+
+
+class BucketMemory:
+    """The memory of one bucket and the views of its slots, each shaped and strided like its parameter."""
+
+    def __init__(self, bucket: Bucket, memory: _core.Memory, params: Sequence[torch.Tensor]) -> None:
+        self.memory = memory
+        self.flat = flat_tensor(memory, getattr(torch, bucket.dtype), bucket.numel)
+        self._storage = self.flat.untyped_storage()
+        self.views = {slot.parameter: self._view(slot, params[slot.parameter]) for slot in bucket.slots}
+        self._uses = self._use_count()
+
+    def _view(self, slot: Slot, param: torch.Tensor) -> torch.Tensor:
+        # Made with set_, not as an autograd view, so that detach_() works on a gradient.
+        pair = 2 if param.dtype.is_complex else 1
+        strides = param.stride() if is_dense(param) else contiguous_strides(param.shape)
+        return torch.empty(0, dtype=param.dtype).set_(self._storage, slot.offset // pair, param.shape, strides)
+
+    def _use_count(self) -> int:
+        return torch._C._storage_Use_Count(self._storage._cdata)
+
+    def aliased(self) -> bool:
+        """True if a tensor besides the views made here lies in this memory: somebody keeps (part of) a gradient."""
+        return self._use_count() > self._uses
+
+
+def allocate_buckets(plan: BucketPlan, transport: _core.Transport) -> list[_core.Memory]:
+    """One block for the whole plan, a page-aligned part of it for each bucket."""
+    starts, end = [], 0
+    for bucket in plan.buckets:
+        starts.append(end)
+        end += -(-max(bucket.nbytes, 1) // _BUCKET_ALIGNMENT) * _BUCKET_ALIGNMENT
+    block = transport.allocate(end)
+    return [block.slice(start, max(bucket.nbytes, 1)) for start, bucket in zip(starts, plan.buckets, strict=True)]
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def is_dense(x: torch.Tensor) -> bool:
+    """True if the elements fill one gapless stretch of memory, in whatever order of dimensions."""
+    return torch.ops.aten.is_non_overlapping_and_dense(x)

@@ -1,0 +1,101 @@
+"""Collectives on arrays in host memory, for programs that want more than a wrapped model."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from gpucomm import _core
+from gpucomm.transport import Transport, flat_tensor
+from gpucomm.world import World
+
+_DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+)
+
+
+class Communicator(_core.CommunicatorBase):
+    """Collectives among the ranks of a process group. Construction is collective.
+
+    `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast` and `barrier` take contiguous arrays in host memory: torch,
+    NumPy, anything with DLPack; float16, bfloat16, float32, float64, int32, int64, uint8 (complex as pairs). Every rank
+    calls the same ones in the same order, from one thread at a time. With `async_op=True` they return a handle with
+    `wait()` and `done()`; the arrays belong to the operation until then.
+
+    Over shared memory, arrays from `empty` are reduced in place, several times faster than ordinary ones, which are
+    copied through staging memory.
+
+    Args:
+        group: a torch.distributed process group; the default group if None.
+        transport: "auto" (shared memory if every rank has it, else the group itself), "shm", "c10d", "loopback" (this
+            process stands for all ranks), or a Transport.
+        timeout: timedelta or seconds after which a wait raises CommTimeout naming the missing ranks; the group's if None.
+
+    Raises:
+        TransportUnavailable: a transport asked for by name cannot serve this group; on every rank.
+        CommTimeout, PeerFailed: from the collectives; afterwards the communicator is dead.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        transport: str | Transport = "auto",
+        timeout: timedelta | float | None = None,
+    ) -> None:
+        world = World.of(group, timeout)
+        self._join(world.connect(transport, world.exchange()), _core.InlineStream())
+
+    def _join(self, transport: _core.Transport, stream: _core.Stream) -> None:
+        super().__init__(transport, stream)
+        self._transport: _core.Transport | None = transport
+        self.rank: int = transport.rank
+        self.world_size: int = transport.size
+        self.transport: str = transport.name()
+
+    @classmethod
+    def over(cls, transport: _core.Transport, stream: _core.Stream) -> "Communicator":
+        """One that shares a transport and its stream with somebody else: their operations come in one order."""
+        communicator = cls.__new__(cls)
+        communicator._join(transport, stream)
+        return communicator
+
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A tensor in memory that the transport reduces in place. Zero-filled; local, not collective."""
+        if dtype not in _DTYPES:
+            raise TypeError(f"dtype is {dtype}, accepted are {', '.join(str(d) for d in _DTYPES)}")
+        if self._transport is None:
+            raise RuntimeError("this communicator is closed")
+        size = torch.Size([shape] if isinstance(shape, int) else shape)
+        memory = self._transport.allocate(size.numel() * dtype.itemsize)
+        return flat_tensor(memory, dtype, size.numel()).view(size)
+
+    def all_gather_bytes(self, mine: bytes) -> list[bytes]:
+        """Byte strings of any length from all ranks, in rank order. Two collectives."""
+        lengths = torch.empty(self.world_size, dtype=torch.int64)
+        self.all_gather(lengths, torch.tensor([len(mine)]))
+        longest = int(lengths.max())
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        if mine:
+            padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        everything = torch.empty(self.world_size * longest, dtype=torch.uint8)
+        self.all_gather(everything, padded)
+        rows = everything.view(self.world_size, longest) if longest else [torch.empty(0, dtype=torch.uint8)] * self.world_size
+        return [bytes(row[: int(length)].tolist()) for row, length in zip(rows, lengths, strict=True)]
+
+    def close(self) -> None:
+        """Lets go of the transport; a peer that still waits for this rank gets PeerFailed. Idempotent."""
+        self._transport = None
+        self._release()
+
+    def __enter__(self) -> "Communicator":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

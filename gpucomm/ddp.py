@@ -1,0 +1,282 @@
+"""DistributedDataParallel: torch's surface over our reducer."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from gpucomm import _core
+from gpucomm.buckets import MIB, BucketPlan
+from gpucomm.communicator import Communicator
+from gpucomm.reducer import Reducer
+from gpucomm.replicas import broadcast_tensors, check_same_model
+from gpucomm.trace import TraceEvent, read_trace
+from gpucomm.transport import Transport
+from gpucomm.world import World
+
+# What stock reports as its default; our own plan has buckets of another size.
+_STOCK_CAP_MIB = 25
+# Shared memory wants small buckets: reduced while they are in cache, and early. Sockets want few messages.
+_OWN_CAPS = {"shm": (1 * MIB,), "loopback": (1 * MIB,)}
+_SOCKET_CAPS = (1 * MIB, 8 * MIB)
+
+
+class DistributedDataParallel(TorchDDP):
+    """Data-parallel training of a module: a drop-in for torch's class of this name, of which it is a subclass.
+
+    In every iteration each gradient is reduced, or stays local on purpose (no_sync), or the iteration raises on every
+    rank. After backward, each parameter's `.grad` is the mean over the ranks, a view of a bucket; a gradient that the
+    program keeps is never overwritten. Construction is collective.
+
+    The arguments are torch's, in its order, with its meaning (see its documentation), then:
+
+    Args:
+        transport: how gradients travel: "auto" (shared memory if every rank of the group has it, else the process group
+            itself), "shm", "c10d", "loopback" (this process stands for all ranks), or a gpucomm Transport.
+        plan: a BucketPlan to use in place of one made from the order in which gradients become ready.
+        timeout: timedelta or seconds a wait for a peer lasts before CommTimeout; default: the process group's.
+
+    Raises:
+        ModelsDiffer: the ranks' models differ; on every rank, naming the first difference.
+        TransportUnavailable: a transport asked for by name cannot serve the group.
+        NotImplementedError: naming an argument that is not served yet.
+        ValueError, TypeError, RuntimeError: for arguments that torch's class refuses too.
+        StepFailed, PeerFailed, CommTimeout: later, from backward; see gpucomm.errors.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: list | None = None,
+        param_to_hook_all_reduce: torch.nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        transport: str | Transport = "auto",
+        plan: BucketPlan | None = None,
+        timeout: timedelta | float | None = None,
+    ) -> None:
+        torch.nn.Module.__init__(self)
+        Joinable.__init__(self)
+        _refuse_unserved(
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            device_mesh=device_mesh,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params or None,
+        )
+        caps = _bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
+        world = World.of(process_group, timeout)
+        self.process_group = world.group
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        named = [(n, p) for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
+        self._module_parameters = [p for _, p in named]
+        _check_module(self._module_parameters, device_ids, output_device)
+
+        self.device_ids = None
+        self.output_device = None
+        self.device = self._module_parameters[0].device
+        self.device_type = self.device.type
+        self.is_multi_device_module = False
+        self.dim = dim
+        self.module = module
+        self.static_graph = static_graph
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.mixed_precision = None
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.bucket_bytes_cap = int(max(bucket_cap_mb_list or [bucket_cap_mb or _STOCK_CAP_MIB]) * MIB)
+        self.bucket_bytes_cap_default = caps is None
+        _warn_deprecated(broadcast_buffers, forward_sync_buffers, check_reduction)
+        asked = forward_sync_buffers if forward_sync_buffers is not None else broadcast_buffers
+        self.forward_sync_buffers = asked is not False
+        self._assign_modules_buffers()
+
+        exchange = world.exchange()
+        if init_sync:
+            check_same_model([n for n, _ in named], self._module_parameters, world.global_ranks, exchange)
+        core_transport = world.connect(transport, exchange)
+        stream = _core.InlineStream()
+        self._comm = Communicator.over(core_transport, stream)
+        if init_sync:
+            buffers_too = forward_sync_buffers is not None or broadcast_buffers is not False
+            broadcast_tensors(self._module_parameters, self._comm)
+            broadcast_tensors(self.modules_buffers if buffers_too else [], self._comm)
+        self.reducer = Reducer(
+            self._module_parameters,
+            [n for n, _ in named],
+            self._comm,
+            stream,
+            core_transport,
+            caps if caps is not None else _OWN_CAPS.get(core_transport.name(), _SOCKET_CAPS),
+            allow_unused=find_unused_parameters,
+            static_graph=static_graph,
+            plan=plan,
+        )
+        self.reducer.sync_requested = _requested_by(self)
+
+    # ---- forward
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward; in training, buffers are first brought to rank 0's values."""
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple, dict]:
+        if torch.is_grad_enabled():
+            self.reducer.before_forward()
+        # Not in an evaluation under no_grad, which one rank may well run alone.
+        if (torch.is_grad_enabled() or self.training) and self.will_sync_module_buffers():
+            self.sync_buffers()
+        return inputs, kwargs
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self._inside_ddp_forward():
+            return self.module(*inputs, **kwargs)
+
+    def _post_forward(self, output: Any) -> Any:
+        if torch.is_grad_enabled():
+            self.reducer.after_forward(reduce=self.require_backward_grad_sync)
+        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        return output
+
+    # ---- buffers
+
+    def sync_buffers(self) -> None:
+        """Gives every rank rank 0's buffers; collective. Training forwards do it by themselves."""
+        self._assign_modules_buffers()  # a program may put a new tensor in a buffer's place
+        broadcast_tensors(self.modules_buffers, self._comm)
+
+    def _sync_buffers(self) -> None:
+        self.sync_buffers()
+
+    # ---- what happened
+
+    def trace(self) -> list[TraceEvent]:
+        """What the engine recorded of the latest iterations, oldest first."""
+        return read_trace(self.reducer.trace)
+
+    @property
+    def transport(self) -> str:
+        """The name of the transport in use."""
+        return self._comm.transport
+
+    # ---- not served yet
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("join is not served yet")
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        raise NotImplementedError("join_hook is not served yet")
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        raise NotImplementedError("register_comm_hook is not served yet")
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        raise NotImplementedError("_register_builtin_comm_hook is not served yet")
+
+    def _register_fused_optim(self, optim: Any, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        raise NotImplementedError("_register_fused_optim is not served yet")
+
+    def _register_buffer_comm_hook(self, state: Any, hook: Any, comm_hook_location: Any = None) -> None:
+        raise NotImplementedError("_register_buffer_comm_hook is not served yet")
+
+    def __getstate__(self) -> Any:
+        raise NotImplementedError("pickling and deepcopy of the wrapper are not served yet; use its .module")
+
+
+def _requested_by(ddp: DistributedDataParallel) -> Any:
+    """Whether gradients are to be reduced in a backward that no forward of the wrapper came before."""
+    import weakref
+
+    reference = weakref.ref(ddp)
+    return lambda: getattr(reference(), "require_backward_grad_sync", True)
+
+
+def _refuse_unserved(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(f"argument {name} is not served yet")
+
+
+def _bucket_caps(cap_mb: float | None, cap_mb_list: list[float] | None) -> tuple[int, ...] | None:
+    """The caps in bytes that the arguments ask for, None for our own plan."""
+    caps = list(cap_mb_list) if cap_mb_list else [cap_mb]
+    if caps == [None]:
+        return None
+    for cap in caps:
+        if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not (0 <= cap < math.inf):
+            name = "bucket_cap_mb_list" if cap_mb_list else "bucket_cap_mb"
+            raise ValueError(f"{name} is {cap_mb_list or cap_mb!r}, accepted is a number of MiB, 0 or more")
+    return tuple(int(cap * MIB) for cap in caps)
+
+
+def _check_module(params: list[torch.nn.Parameter], device_ids: Any, output_device: Any) -> None:
+    if not any(p.requires_grad for p in params):
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+        )
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError("device_ids can only be None or contain a single element.")
+    for param in params:
+        if isinstance(param, torch.nn.parameter.UninitializedParameter):
+            raise RuntimeError(
+                "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
+                "Run a dummy forward pass to correctly initialize the modules"
+            )
+    types = {p.device.type for p in params}
+    if len(types) > 1:
+        raise ValueError(
+            "DistributedDataParallel's input module must be on the same type of devices, but input module parameters "
+            f"locate in {types}."
+        )
+    if types != {"cpu"}:
+        raise NotImplementedError(f"parameters on {types.pop()} devices are not served yet, only those on the CPU")
+    if device_ids or output_device:
+        raise ValueError(
+            "DistributedDataParallel device_ids and output_device arguments only work with single-device/multiple-device "
+            f"GPU modules or CPU modules, but got device_ids {device_ids}, output_device {output_device}, and module "
+            f"parameters {({p.device for p in params})}."
+        )
+
+
+def _warn_deprecated(broadcast_buffers: bool | None, forward_sync_buffers: bool | None, check_reduction: bool) -> None:
+    import warnings
+
+    if broadcast_buffers is not None and forward_sync_buffers is not None:
+        warnings.warn(
+            "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is deprecated and "
+            "its value is ignored when `forward_sync_buffers` is provided.",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if check_reduction:
+        warnings.warn(
+            "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
+            FutureWarning,
+            stacklevel=3,
+        )

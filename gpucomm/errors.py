@@ -1,0 +1,64 @@
+"""The exceptions of gpucomm. User mistakes are ValueError and TypeError; everything between ranks is a CommError."""
+
+from collections.abc import Sequence
+
+
+class CommError(RuntimeError):
+    """Something went wrong between ranks."""
+
+
+class TransportUnavailable(CommError):
+    """The transport asked for cannot serve this group; the message says which rank cannot and why."""
+
+
+class ModelsDiffer(CommError):
+    """The ranks wrapped different models; the message names the first difference. Raised on every rank."""
+
+
+class StepFailed(CommError):
+    """A rank raised in this iteration, or the ranks' training loops diverged.
+
+    Raised on every rank in the same iteration, before an optimizer applies it. The next iteration works.
+    """
+
+
+class PeerFailed(CommError):
+    """A peer is gone: it died, closed its communicator or gave up. What raised this is dead from then on.
+
+    Attributes:
+        rank: the peer's rank in the default process group.
+        reason: what happened to it.
+    """
+
+    def __init__(self, message: str, rank: int, reason: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.reason = reason
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.args[0], self.rank, self.reason)
+
+
+class CommTimeout(CommError):
+    """Peers did not come within the timeout. What raised this is dead from then on.
+
+    Attributes:
+        missing: the ranks that did not come, in the default process group.
+        bucket: index of the bucket that was waited for, None outside a gradient reduction.
+        parameters: names of the parameters in that bucket.
+    """
+
+    def __init__(
+        self, message: str, missing: Sequence[int], bucket: int | None = None, parameters: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message)
+        self.missing = list(missing)
+        self.bucket = bucket
+        self.parameters = list(parameters)
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.args[0], self.missing, self.bucket, self.parameters)
+
+
+class InternalError(RuntimeError):
+    """A fault of gpucomm itself. Please report it with the message."""

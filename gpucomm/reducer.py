@@ -1,0 +1,441 @@
+"""The reduction of one wrapper's gradients, iteration after iteration: policy around the engine.
+
+    arm       first gradient of a backward: is it reduced or local, are the buckets free, is there a new plan
+    ready     gradient after gradient: packed by the hook in C; here only what is not the plain case
+    finish    outermost end of backward: slots without a gradient, the ranks' verdict, a second round, views into .grad
+
+Every parameter, frozen ones too, has an index from construction on. Whatever concerns more than this rank is decided from
+the verdict, which is the same on all of them.
+"""
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gpucomm import _core
+from gpucomm.backward import BackwardEnd, queue_at_outermost_end
+from gpucomm.buckets import BucketMemory, BucketPlan, ParameterSpec, allocate_buckets
+from gpucomm.communicator import Communicator
+from gpucomm.errors import CommError, CommTimeout, StepFailed
+from gpucomm.second_round import SecondRound
+
+
+class Reducer:
+    """Owns the engine, the plan, the buckets and the hooks of the parameters of one wrapper.
+
+    params, names: all parameters of the module, each once, the same on every rank. caps: see BucketPlan.build.
+    allow_unused: parameters without a gradient are no error. static_graph: which ones have none never changes.
+    comm: brings the transport; collectives of the wrapper and of the engine come in one order on its stream.
+    plan: a plan to use from the start and to keep; else rebuilt once in the order in which gradients became ready.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        comm: Communicator,
+        stream: _core.Stream,
+        transport: _core.Transport,
+        caps: Sequence[int],
+        *,
+        allow_unused: bool,
+        static_graph: bool,
+        plan: BucketPlan | None = None,
+    ) -> None:
+        self.params = list(params)
+        self.names = list(names)
+        self.comm = comm
+        self.transport = transport
+        self.caps = list(caps)
+        self.allow_unused = allow_unused
+        self.static_graph = static_graph
+        self.trace = _core.Trace()
+        self.engine = _core.Engine(transport, stream, self.trace, len(self.params))
+        self.plan_is_final = plan is not None
+        self.sync_requested: Callable[[], bool] = lambda: True
+
+        self._next_plan: BucketPlan | None = plan or self._registration_order_plan()
+        self._memories: list[BucketMemory] = []
+        self._views: list[torch.Tensor | None] = [None] * len(self.params)
+        self._second_round = SecondRound(self)
+        self._kept: dict[int, torch.Tensor] = {}  # .grad of parameters that nobody may have used this time
+        self._backwards = 0  # since the last reduction, local ones too
+        self._forwards = 0  # training forwards of the wrapper since then
+        self._reduce_next: bool | None = None  # what the wrapper's last forward asked for
+        self._failure: BaseException | None = None  # communication is broken for good
+        self._usage_error: str | None = None  # raised by the wrapper's next forward
+        self._static_usage: list[int] | None = None
+        self._warned_forwards = False
+        self._hooks: list[_core.GradHook | None] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._apply_plan()
+        for index in range(len(self.params)):
+            self._register_hook(index)
+        self.active = True
+        _claim(self)
+        _live.add(self)
+
+    # ---- forward
+
+    def before_forward(self) -> None:
+        """A forward of the wrapper with gradients enabled begins: raises what the iteration before left to say."""
+        self._raise_failure()
+        if self._usage_error is not None:
+            raise RuntimeError(self._usage_error)
+        if not self.active:
+            _claim(self)
+
+    def after_forward(self, reduce: bool) -> None:
+        """It ended; `reduce` says whether the backward that follows is reduced (no_sync: it is not)."""
+        self._reduce_next = reduce
+        self._forwards += 1
+
+    # ---- arm
+
+    def _on_first_gradient(self) -> None:
+        if not self.active:
+            return
+        self._raise_failure()
+        reduce = self.sync_requested() if self._reduce_next is None else self._reduce_next
+        if reduce:
+            self._apply_plan()
+            self._free_buckets()
+        queue_at_outermost_end(BackwardEnd(self._on_backward_end, self._on_backward_aborted))
+        self._backwards += 1
+        if reduce:
+            self.engine.arm()
+        else:
+            self.engine.arm_local()
+
+    def _apply_plan(self) -> None:
+        plan, self._next_plan = self._next_plan, None
+        if plan is None:
+            return
+        self.plan = plan
+        self._memories = [
+            BucketMemory(bucket, memory, self.params)
+            for bucket, memory in zip(plan.buckets, allocate_buckets(plan, self.transport), strict=True)
+        ]
+        self._set_plan()
+
+    def _set_plan(self) -> None:
+        buckets = [
+            (memory.memory, bucket.dtype, bucket.numel, [(s.parameter, s.offset, s.numel) for s in bucket.slots])
+            for bucket, memory in zip(self.plan.buckets, self._memories, strict=True)
+        ]
+        self.engine.set_plan(buckets, self.plan.layout_hash)
+        self._views = [None] * len(self.params)
+        self._bucket_of = {}
+        for index, (bucket, memory) in enumerate(zip(self.plan.buckets, self._memories, strict=True)):
+            for slot in bucket.slots:
+                self._views[slot.parameter] = memory.views.pop(slot.parameter)
+                self._bucket_of[slot.parameter] = index
+        for parameter, hook in enumerate(self._hooks):
+            if hook is not None and self._views[parameter] is not None:
+                hook.set_layout(self._views[parameter])
+
+    def _registration_order_plan(self) -> BucketPlan:
+        order = [i for i in reversed(range(len(self.params))) if self.params[i].requires_grad]
+        return BucketPlan.build([ParameterSpec.of(p) for p in self.params], order, self.caps)
+
+    def _free_buckets(self) -> None:
+        """Gives buckets new memory in which somebody still keeps a gradient, so that it is never overwritten."""
+        stale = {self._bucket_of[i] for i in _core.stale_views(self.engine, self.params, self._views, _GRAD_REFERENCES)}
+        stale.update(i for i, memory in enumerate(self._memories) if memory.aliased())
+        for index in stale:
+            bucket = self.plan.buckets[index]
+            memory = BucketMemory(bucket, self.transport.allocate(max(bucket.nbytes, 1)), self.params)
+            self.engine.replace_memory(index, memory.memory)
+            for parameter in list(memory.views):
+                self._views[parameter] = memory.views.pop(parameter)
+            self._memories[index] = memory
+
+    # ---- ready
+
+    def _register_hook(self, index: int) -> None:
+        param = self.params[index]
+        hook = _core.make_grad_hook(
+            self.engine, index, _weakly(self, "_on_first_gradient"), _weakly(self, "_on_other_gradient")
+        )
+        if self._views[index] is not None:
+            hook.set_layout(self._views[index])
+        frozen = not param.requires_grad
+        if frozen and not (param.is_floating_point() or param.is_complex()):
+            self._hooks.append(None)
+            return
+        if frozen:
+            param.requires_grad_(True)  # a hook can only be registered then
+        self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        if frozen:
+            param.requires_grad_(False)
+        self._hooks.append(hook)
+
+    def _on_other_gradient(self, index: int, param: torch.nn.Parameter) -> None:
+        """A gradient that the hook could not simply pack."""
+        engine, grad = self.engine, param.grad
+        if engine.mode != _core.Mode.REDUCE or grad is None:
+            return  # not ours to reduce, or undefined: the parameter was not used
+        if grad.layout != torch.strided:
+            raise NotImplementedError(f"parameter '{self.names[index]}' has a {grad.layout} gradient")
+        view = self._views[index]
+        if view is not None and not engine.packed(index) and grad.shape == view.shape and grad.dtype == view.dtype:
+            view.copy_(grad)  # another layout in memory
+            engine.mark_packed(index)
+        else:
+            # A second gradient after packing, or one without a fitting slot: linear, so exact when added afterwards.
+            self._second_round.add(index, grad)
+            engine.request_second_round(index)
+        param.grad = None
+
+    # ---- finish
+
+    def _on_backward_end(self) -> None:
+        if self.engine.mode == _core.Mode.LOCAL:
+            self.engine.disarm()
+            return
+        try:
+            self._complete_missing()
+            verdict = self._finish_engine(failed=False)
+            if not verdict.agreed:
+                self._resolve(verdict)
+            if not verdict.all_used or self.static_graph:
+                self._check_usage(verdict)
+            _core.install_views(self.engine, verdict, self.params, self._views)
+            for index, grad in self._kept.items():
+                if not verdict.is_used(index):
+                    self._views[index].copy_(grad)
+            if not self.plan_is_final and self._next_plan is None:
+                self._next_plan = self._plan_in_ready_order()
+                self.plan_is_final = True
+        except StepFailed:
+            raise
+        except BaseException as error:
+            self._break(error)
+            raise
+        finally:
+            self._reset()
+
+    def _complete_missing(self) -> None:
+        for index in self.engine.missing():
+            grad, view = self.params[index].grad, self._views[index]
+            if grad is None or grad.shape != view.shape or grad.dtype != view.dtype:
+                self.engine.complete(index, None)
+                continue
+            if grad.data_ptr() == view.data_ptr():
+                self._kept[index] = grad.clone()
+            else:
+                view.copy_(grad)
+            self.engine.complete(index, view)
+
+    def _finish_engine(self, failed: bool) -> _core.Verdict:
+        try:
+            return self.engine.finish(
+                backwards=self._backwards, forwards=self._forwards, failed=failed, weight=1.0
+            )
+        except CommTimeout as error:
+            if (bucket := self.engine.reduced) == len(self.plan.buckets):
+                raise
+            names = [self.names[slot.parameter] for slot in self.plan.buckets[bucket].slots]
+            text = f"{error} (gradients, iteration {self.engine.iteration}, bucket {bucket}: {', '.join(names)})"
+            raise CommTimeout(text, error.missing, bucket, names) from error
+
+    def _resolve(self, verdict: _core.Verdict) -> None:
+        """The ranks are not all in the plain case. Raises the same on every rank, or makes the gradients complete."""
+        ranks = verdict.ranks
+        name = self.transport.global_rank
+        if any(words.failed for words in ranks):
+            texts = self.comm.all_gather_bytes(b"")
+            raised = [
+                f"rank {name(r)}: {text.decode() or 'raised in backward'}"
+                for r, (words, text) in enumerate(zip(ranks, texts, strict=True))
+                if words.failed
+            ]
+            raise StepFailed(f"iteration {self.engine.iteration} failed on {'; '.join(raised)}")
+        for what in ("iteration", "layout_hash", "backwards"):
+            values = [getattr(words, what) for words in ranks]
+            if len(set(values)) > 1:
+                per_rank = ", ".join(f"{value} on rank {name(r)}" for r, value in enumerate(values))
+                raise StepFailed(f"the training loops of the ranks diverged: {_MEANING[what]} is {per_rank}")
+        forwards = [words.forwards for words in ranks]
+        if len(set(forwards)) > 1 and not self._warned_forwards:
+            self._warned_forwards = True
+            per_rank = ", ".join(f"{count} on rank {name(r)}" for r, count in enumerate(forwards))
+            warnings.warn(
+                f"training forwards since the last reduction differ between ranks: {per_rank}. Gradients are right; "
+                "check that every rank runs the same loop.",
+                stacklevel=2,
+            )
+        indices = verdict.second_round()
+        if indices:
+            self._second_round.run(indices)
+            self._next_plan = self._plan_with(indices)
+
+    def _check_usage(self, verdict: _core.Verdict) -> None:
+        """Parameters that got no gradient on some rank: an error in the next forward unless that was announced."""
+        used = set(verdict.used_by_all())
+        unused = [
+            i
+            for i in self.plan.parameters
+            if i not in used and self.params[i].requires_grad and self.params[i].numel() > 0
+        ]
+        if self.static_graph:
+            if self._static_usage is None:
+                self._static_usage = unused
+            elif unused != self._static_usage:
+                changed = sorted(set(unused) ^ set(self._static_usage))
+                self._usage_error = (
+                    "Your training graph has changed in this iteration, while static_graph=True was set: these "
+                    f"parameters changed between having and not having a gradient: {self._names_of(changed)}"
+                )
+        elif unused and not self.allow_unused:
+            self._usage_error = _UNUSED_TEXT.format(names=self._names_of(unused), indices=unused)
+
+    def _plan_in_ready_order(self) -> BucketPlan | None:
+        """The plan in the order in which rank 0's gradients became ready, the rest last; collective."""
+        order = torch.full((len(self.params),), -1, dtype=torch.int32)
+        ready = self.engine.ready_order
+        order[: len(ready)] = torch.tensor(ready, dtype=torch.int32)
+        self.comm.broadcast(order)
+        first = [i for i in order.tolist() if i >= 0]
+        seen = set(first)
+        rest = [i for i in self.plan.parameters if i not in seen]
+        plan = BucketPlan.build([ParameterSpec.of(p) for p in self.params], first + rest, self.caps)
+        return None if plan == self.plan else plan
+
+    def _plan_with(self, parameters: list[int]) -> BucketPlan | None:
+        """The plan in which these parameters have a slot that fits what they are now; None if they have one already.
+
+        Their shapes and dtypes were compared in the second round, so every rank comes to the same plan.
+        """
+        specs = [ParameterSpec.of(p) for p in self.params]
+        slots = {s.parameter: (b.dtype, s.numel) for b in self.plan.buckets for s in b.slots}
+        if all(slots.get(i) == (str(specs[i].dtype).removeprefix("torch."), specs[i].numel) for i in parameters):
+            return None
+        order = self.plan.parameters
+        return BucketPlan.build(specs, order + [i for i in parameters if i not in slots], self.caps)
+
+    def _on_backward_aborted(self) -> None:
+        """Backward raised on this rank: keep the peers company to the end of the iteration and tell them."""
+        if self.engine.mode != _core.Mode.REDUCE:
+            self.engine.disarm()
+            return
+        try:
+            self._raise_failure()
+            for index in self.engine.missing():
+                self.engine.complete(index, None)
+            self._finish_engine(failed=True)
+            self.comm.all_gather_bytes(_current_error_text().encode())
+        except BaseException as error:  # nobody to raise to: it is raised by whatever comes next
+            self._break(error)
+        finally:
+            self._reset()
+
+    def _reset(self) -> None:
+        self.engine.disarm()
+        self._second_round.clear()
+        self._kept.clear()
+        self._backwards = self._forwards = 0
+        self._reduce_next = None
+
+    # ---- failure, usage, end
+
+    def _break(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+            self.transport.abort(f"{type(error).__name__}: {error}")
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise CommError(f"communication broke down earlier, this wrapper is dead: {self._failure}") from self._failure
+
+    def check_before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before any optimizer steps: it must not apply gradients of an iteration that is not complete."""
+        if self.engine.mode != _core.Mode.REDUCE and self._failure is None:
+            return
+        mine = set(map(id, self.params))
+        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            self._raise_failure()
+            raise RuntimeError("optimizer.step() inside backward, before its gradients are reduced")
+
+    def _names_of(self, indices: Sequence[int]) -> str:
+        return ", ".join(self.names[i] for i in indices)
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters and lets go of the transport."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.active = False
+        self.comm.close()
+
+    def __del__(self) -> None:
+        for handle in getattr(self, "_handles", ()):
+            handle.remove()
+
+
+_MEANING = {
+    "iteration": "the number of reductions",
+    "layout_hash": "the hash of the bucket plan",
+    "backwards": "the number of backwards since the last reduction",
+}
+
+# Says what stock DDP says in this situation, so that what scripts and people look for is there, and then the names.
+_UNUSED_TEXT = (
+    "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that "
+    "your module has parameters that were not used in producing loss. You can enable unused parameter detection by "
+    "passing the keyword argument `find_unused_parameters=True` to DistributedDataParallel, and by making sure all "
+    "`forward` function outputs participate in calculating loss. Parameters which did not receive grad in the prior "
+    "iteration: {names}. Parameter indices which did not receive grad: {indices}. (The gradients of that iteration were "
+    "reduced over all ranks.)"
+)
+
+_live: weakref.WeakSet[Reducer] = weakref.WeakSet()
+
+
+def _claim(reducer: Reducer) -> None:
+    """Makes this the only active one among those that share parameters: the wrapper that ran the last forward."""
+    mine = set(map(id, reducer.params))
+    for other in _live:
+        if other is not reducer and any(id(p) in mine for p in other.params):
+            other.active = False
+    reducer.active = True
+
+
+def _check_live(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    for reducer in _live:
+        reducer.check_before_step(optimizer)
+
+
+register_optimizer_step_pre_hook(_check_live)
+
+
+def _weakly(owner: Reducer, method: str) -> Callable:
+    """The bound method without keeping its owner alive; does nothing once it is gone."""
+    reference = weakref.ref(owner)
+
+    def call(*args: object) -> None:
+        target = reference()
+        if target is not None:
+            getattr(target, method)(*args)
+
+    return call
+
+
+def _current_error_text() -> str:
+    error = sys.exc_info()[1]
+    return f"{type(error).__name__}: {error}" if error is not None else ""
+
+
+def _count_grad_references() -> int:
+    """References a tensor gains by being some parameter's `.grad`: differs between versions of torch."""
+    param, grad = torch.nn.Parameter(torch.empty(1)), torch.empty(1)
+    before = sys.getrefcount(grad)
+    param.grad = grad
+    return sys.getrefcount(grad) - before
+
+
+_GRAD_REFERENCES = _count_grad_references()

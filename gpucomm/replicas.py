@@ -1,0 +1,80 @@
+"""Making replicas equal: the check that all ranks wrapped the same model, and the broadcast of rank 0's values."""
+
+import pickle
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from gpucomm.buckets import MIB
+from gpucomm.communicator import Communicator
+from gpucomm.errors import ModelsDiffer
+from gpucomm.world import Exchange
+
+# Tensors are brought together in pieces of this size, so that a broadcast needs little memory beside the model.
+_CHUNK_BYTES = 32 * MIB
+
+
+def check_same_model(
+    names: Sequence[str], tensors: Sequence[torch.Tensor], global_ranks: Sequence[int], exchange: Exchange
+) -> None:
+    """Raises ModelsDiffer on every rank if number, order, shape, dtype, strides or requires_grad differ; collective."""
+    mine = [
+        (name, tuple(t.shape), str(t.dtype), tuple(t.stride()), t.requires_grad)
+        for name, t in zip(names, tensors, strict=True)
+    ]
+    everything = [pickle.loads(text) for text in exchange(pickle.dumps(mine))]
+    first = everything[0]
+    for rank, theirs in enumerate(everything):
+        if theirs != first:
+            here, there = f"rank {global_ranks[0]}", f"rank {global_ranks[rank]}"
+            raise ModelsDiffer(f"the model differs between ranks: {_first_difference(first, theirs, here, there)}")
+
+
+_FIELDS = ("name", "shape", "dtype", "strides", "requires_grad")
+
+
+def _first_difference(first: list, theirs: list, here: str, there: str) -> str:
+    for index, (a, b) in enumerate(zip(first, theirs, strict=False)):
+        for field, x, y in zip(_FIELDS, a, b, strict=True):
+            if x != y:
+                where = f"parameter {index}" if field == "name" else f"parameter {index} ('{a[0]}')"
+                return f"{where} has {field} {x} on {here} and {y} on {there}"
+    longer, where = (first, here) if len(first) > len(theirs) else (theirs, there)
+    extra = longer[min(len(first), len(theirs))][0]
+    return f"{len(first)} parameters on {here}, {len(theirs)} on {there}; the first extra one is '{extra}' on {where}"
+
+
+def broadcast_tensors(tensors: Iterable[torch.Tensor], comm: Communicator, root: int = 0) -> None:
+    """Gives every rank rank root's values, as bytes, so of any dtype and layout; collective. Version counters stay."""
+    with torch.no_grad():
+        chunk: list[torch.Tensor] = []
+        for tensor in tensors:
+            chunk.append(tensor)
+            if sum(t.numel() * t.element_size() for t in chunk) >= _CHUNK_BYTES:
+                _broadcast_chunk(chunk, comm, root)
+                chunk = []
+        _broadcast_chunk(chunk, comm, root)
+
+
+def _broadcast_chunk(tensors: list[torch.Tensor], comm: Communicator, root: int) -> None:
+    total = sum(t.numel() * t.element_size() for t in tensors)
+    if total == 0:
+        return
+    flat = torch.empty(total, dtype=torch.uint8)
+    if comm.rank == root:
+        torch.cat([_as_bytes(t) for t in tensors], out=flat)
+    comm.broadcast(flat, root)
+    if comm.rank == root:
+        return
+    offset = 0
+    with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+        for tensor in tensors:
+            nbytes = tensor.numel() * tensor.element_size()
+            # clone: the piece starts at any byte, a view as another dtype needs its alignment.
+            piece = flat[offset : offset + nbytes].clone().view(tensor.dtype).view(tensor.shape)
+            tensor.detach().copy_(piece)
+            offset += nbytes
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,252 @@
+"""Transports that are written in Python: the base for your own, and the one over any torch.distributed group."""
+
+import ctypes
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from gpucomm import _core
+from gpucomm.errors import CommError, CommTimeout, PeerFailed
+
+# How often a wait looks at the clock and lets signals through.
+_SLICE = timedelta(milliseconds=200)
+# How long a rank that found the group broken waits for its peers to say that they are still there.
+_ROLL_CALL_S = 1.0
+
+
+class Handle(Protocol):
+    """An operation in flight: what torch.distributed returns with async_op=True, or anything alike."""
+
+    def is_completed(self) -> bool: ...
+    def wait(self) -> object: ...
+
+
+class Transport(_core.Transport):
+    """Base for transports in Python. Subclasses define `name` and the collectives.
+
+    Each collective gets host tensors (flat, contiguous; views of memory that stays alive and untouched until the handle
+    completes), starts the operation without blocking and returns a Handle. Every rank calls the same ones in the same
+    order. Buckets are plain host memory; the engine scales while it packs, so `op` is never "avg".
+    """
+
+    @abstractmethod
+    def name(self) -> str: ...
+    @abstractmethod
+    def all_reduce(self, x: torch.Tensor, op: str) -> Handle: ...
+    @abstractmethod
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str) -> Handle: ...
+    @abstractmethod
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle: ...
+    @abstractmethod
+    def broadcast(self, x: torch.Tensor, root: int) -> Handle: ...
+    @abstractmethod
+    def barrier(self) -> Handle: ...
+
+    def start(self, collective: _core.Collective) -> Handle:
+        """Called by the engine. Averages become a sum of scaled contributions (integers: a sum, then a division)."""
+        kind, numel, size = collective.kind, collective.numel, self.size
+        if kind == "barrier":
+            return self.barrier()
+        dtype = getattr(torch, collective.dtype)
+        inputs, outputs = {"reduce_scatter": (size, 1), "all_gather": (1, size)}.get(kind, (1, 1))
+        input = tensor_at(collective.input_address, numel * inputs, dtype)
+        output = tensor_at(collective.output_address, numel * outputs, dtype)
+        if kind == "broadcast":
+            return self.broadcast(output, collective.root)
+        if kind == "all_gather":
+            return self.all_gather(output, input)
+        average = collective.op == "avg"
+        op = "sum" if average else collective.op
+        result = input
+        if dtype in (torch.float16, torch.bfloat16):
+            result = input.float()  # added in fp32, rounded once
+        elif kind == "reduce_scatter" or average:
+            result = input.clone() if dtype.is_floating_point or not average else input.long()
+        if collective.scale != 1.0:
+            result = result * collective.scale
+        if kind == "all_reduce":
+            part, handle = result, self.all_reduce(result, op)
+        else:
+            part = torch.empty(numel, dtype=result.dtype)
+            handle = self.reduce_scatter(part, result, op)
+
+        def unpack() -> None:
+            if average and not dtype.is_floating_point:
+                part.copy_(torch.div(part, size, rounding_mode="trunc"))
+            if part.data_ptr() != output.data_ptr():
+                output.copy_(part)
+
+        return _Then(handle, unpack)
+
+
+class C10dTransport(Transport):
+    """Over any torch.distributed process group with a CPU backend: gloo between hosts, MPI, vendors' own.
+
+    timeout_s: how long a wait lasts before CommTimeout. Which rank is missing is found out by a roll call through the
+    group's store. Raises TypeError for a group that is not a ProcessGroup.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        global_ranks = dist.get_process_group_ranks(group)
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), global_ranks)
+        self.group = group
+        self.timeout_s = timeout_s
+        self._global_ranks = global_ranks
+        self._failure: CommError | None = None
+        self._started = 0
+
+    def name(self) -> str:
+        return "c10d"
+
+    def all_reduce(self, x: torch.Tensor, op: str) -> Handle:
+        operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(op)
+        return self._start("all_reduce", dist.all_reduce, x, operation or dist.ReduceOp.PRODUCT)
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str) -> Handle:
+        # gloo has no reduce_scatter for every op: all of it is reduced, the own part kept.
+        handle = self.all_reduce(input, op)
+        part = input[self.rank * output.numel() : (self.rank + 1) * output.numel()]
+        return _Then(handle, lambda: output.copy_(part))
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
+        return self._start("all_gather", dist.all_gather_into_tensor, output, input)
+
+    def broadcast(self, x: torch.Tensor, root: int) -> Handle:
+        return self._start("broadcast", dist.broadcast, x, self._global_ranks[root])
+
+    def barrier(self) -> Handle:
+        return self._start("barrier", dist.all_reduce, torch.zeros(1))
+
+    def abort(self, reason: str) -> None:
+        """Peers learn of it by the roll call; the group itself belongs to its maker and is left alone."""
+        self._answer_roll_call(f"gave up: {reason}")
+        self._failure = self._failure or CommError(f"this rank gave up: {reason}")
+
+    def _start(self, what: str, operation: Callable, *args: object) -> Handle:
+        if self._failure is not None:
+            raise self._failure
+        self._started += 1
+        try:
+            work = operation(*args, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise self._broken(what, str(error)) from error
+        return _C10dWork(self, what, work)
+
+    def _wait(self, what: str, work: dist.Work) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError as error:
+                # Neither complete nor failed: only this slice of the wait is over.
+                if work.is_completed() or work.exception() is not None:
+                    raise self._broken(what, str(error)) from error
+            if time.monotonic() > deadline:
+                raise self._timed_out(what)
+
+    def _timed_out(self, what: str) -> CommError:
+        here, _ = self._roll_call(what)
+        missing = [self._global_ranks[r] for r in range(self.size) if r not in here] or self._others()
+        text = f"{what} #{self._started}: rank(s) {missing} did not come within {self.timeout_s:g} s"
+        self._failure = CommTimeout(text, missing)
+        return self._failure
+
+    def _broken(self, what: str, reason: str) -> CommError:
+        here, said = self._roll_call(what)
+        for rank, words in said.items():
+            if words.startswith("gave up") and rank != self.rank:
+                self._failure = self._peer_failed(rank, words)
+                return self._failure
+        gone = [r for r in range(self.size) if r not in here]
+        if gone:
+            self._failure = self._peer_failed(gone[0], f"no sign of life; {what} ended with: {reason}")
+        else:
+            self._failure = CommError(f"{what} #{self._started} failed on every rank: {reason}")
+        return self._failure
+
+    def _peer_failed(self, rank: int, reason: str) -> PeerFailed:
+        global_rank = self._global_ranks[rank]
+        return PeerFailed(f"rank {global_rank} failed: {reason}", global_rank, reason)
+
+    def _others(self) -> list[int]:
+        return [self._global_ranks[r] for r in range(self.size) if r != self.rank]
+
+    def _answer_roll_call(self, words: str) -> dist.Store | None:
+        store = distributed_c10d._get_process_group_store(self.group)
+        try:
+            store.set(f"gpucomm/roll_call/{self.group.group_name}/{self.rank}", words)
+        except (RuntimeError, dist.DistError):
+            return None  # the store went with its host
+        return store
+
+    def _roll_call(self, what: str) -> tuple[set[int], dict[int, str]]:
+        """Says "here" and looks who else does. Returns the ranks that did and what they said."""
+        here, said = {self.rank}, {}
+        store = self._answer_roll_call(f"waiting in {what} #{self._started}")
+        if store is None:
+            return here, said
+        deadline = time.monotonic() + _ROLL_CALL_S
+        while len(here) < self.size and time.monotonic() < deadline:
+            for rank in set(range(self.size)) - here:
+                key = f"gpucomm/roll_call/{self.group.group_name}/{rank}"
+                try:
+                    if store.check([key]):
+                        said[rank] = store.get(key).decode()
+                        here.add(rank)
+                except (RuntimeError, dist.DistError):
+                    return here, said
+            time.sleep(0.02)
+        return here, said
+
+
+class _C10dWork:
+    def __init__(self, transport: C10dTransport, what: str, work: dist.Work) -> None:
+        self._transport = transport
+        self._what = what
+        self._work = work
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        self._transport._wait(self._what, self._work)
+
+
+class _Then:
+    """A handle with something left to do on this rank once the operation is complete; done once."""
+
+    def __init__(self, handle: Handle, then: Callable[[], object]) -> None:
+        self._handle = handle
+        self._then: Callable[[], object] | None = then
+
+    def is_completed(self) -> bool:
+        return self._handle.is_completed()
+
+    def wait(self) -> None:
+        self._handle.wait()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+
+def tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor over host memory that somebody else owns and keeps alive."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype)
+    buffer = (ctypes.c_byte * (numel * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype, count=numel)
+
+
+def flat_tensor(memory: _core.Memory, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    """A flat tensor over a transport's memory, which lives as long as the tensor does."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=numel)
+

@@ -1,0 +1,154 @@
+"""Who the ranks are and what they talk through: settings from the environment, the handshake, the choice of transport.
+
+The only file that reads environment variables (`GPUCOMM_*`).
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from gpucomm import _core
+from gpucomm.errors import CommError, CommTimeout, TransportUnavailable
+from gpucomm.transport import C10dTransport, Transport
+from gpucomm.version import __version__
+
+TRANSPORTS = ("auto", "shm", "c10d", "loopback")
+
+# All-gather of byte strings, in rank order. Slow (through the rendezvous store): for construction only.
+Exchange = Callable[[bytes], list[bytes]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for. An argument given in code wins over its variable."""
+
+    transport: str = "auto"
+    timeout_s: float | None = None
+
+    @classmethod
+    def from_environment(cls) -> "Settings":
+        """Raises ValueError, naming the variable, for a value that is not accepted."""
+        transport = os.environ.get("GPUCOMM_TRANSPORT", "auto")
+        if transport not in TRANSPORTS:
+            raise ValueError(f"GPUCOMM_TRANSPORT is {transport!r}, accepted are {', '.join(TRANSPORTS)}")
+        timeout_s = None
+        if text := os.environ.get("GPUCOMM_TIMEOUT_S"):
+            try:
+                timeout_s = float(text)
+            except ValueError:
+                timeout_s = 0.0
+            if not timeout_s > 0:
+                raise ValueError(f"GPUCOMM_TIMEOUT_S is {text!r}, accepted is a positive number of seconds")
+        return cls(transport, timeout_s)
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of one process group, as one rank sees them."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    global_ranks: list[int]
+    timeout_s: float
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None, timeout: timedelta | float | None = None) -> "World":
+        """The default group's, if group is None. timeout: seconds, default the group's own."""
+        if not dist.is_initialized():
+            raise RuntimeError("Default process group has not been initialized, please call init_process_group first.")
+        group = group if group is not None else dist.group.WORLD
+        assert group is not None
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise ValueError("this process is not a member of the process group")
+        return cls(group, rank, dist.get_world_size(group), dist.get_process_group_ranks(group), _timeout_s(group, timeout))
+
+    def exchange(self) -> Exchange:
+        """The all-gather that construction uses, through the group's store. Raises CommTimeout naming who is missing."""
+        store = distributed_c10d._get_process_group_store(self.group)
+        number = _exchanges.get(self.group.group_name, 0)
+        _exchanges[self.group.group_name] = number + 1
+        rounds = 0
+
+        def gather(mine: bytes) -> list[bytes]:
+            nonlocal rounds
+            prefix = f"gpucomm/{number}/{rounds}"
+            store.set(f"{prefix}/{self.rank}", mine)
+            everything = []
+            for rank in range(self.size):
+                key = f"{prefix}/{rank}"
+                try:
+                    store.wait([key], timedelta(seconds=self.timeout_s))
+                except dist.DistStoreError as error:
+                    global_rank = self.global_ranks[rank]
+                    message = f"construction: rank {global_rank} did not come within {self.timeout_s:g} s"
+                    raise CommTimeout(message, [global_rank]) from error
+                everything.append(store.get(key))
+            # Everybody who is here has read what was set two rounds ago.
+            if rounds >= 2:
+                store.delete_key(f"gpucomm/{number}/{rounds - 2}/{self.rank}")
+            rounds += 1
+            return everything
+
+        return gather
+
+    def connect(self, transport: str | Transport, exchange: Exchange) -> _core.Transport:
+        """The transport that the argument (or, for "auto", the environment) names; collective.
+
+        Raises ValueError for an unknown name and TransportUnavailable, on every rank, for one that cannot be had.
+        "auto" takes shared memory if every rank of the group has it, else the process group itself.
+        """
+        if isinstance(transport, _core.Transport):
+            return transport
+        if transport not in TRANSPORTS:
+            raise ValueError(f"transport is {transport!r}, accepted are {', '.join(TRANSPORTS)} or a Transport")
+        self._agree("gpucomm version", __version__, exchange)
+        if transport == "auto":
+            transport = Settings.from_environment().transport
+        self._agree("transport", transport, exchange)
+        if transport == "loopback" or (transport == "auto" and self.size == 1):
+            return _core.LoopbackTransport(self.size)
+        if transport == "c10d":
+            return C10dTransport(self.group, self.timeout_s)
+        try:
+            return _core.ShmTransport(
+                rank=self.rank,
+                size=self.size,
+                timeout_s=self.timeout_s,
+                exchange=exchange,
+                global_ranks=self.global_ranks,
+            )
+        except TransportUnavailable:
+            if transport == "shm":
+                raise
+            return C10dTransport(self.group, self.timeout_s)
+
+    def _agree(self, what: str, mine: str, exchange: Exchange) -> None:
+        everything = [text.decode() for text in exchange(mine.encode())]
+        for rank, theirs in enumerate(everything):
+            if theirs != everything[0]:
+                ranks = self.global_ranks
+                raise CommError(
+                    f"{what} differs between ranks: {everything[0]!r} on rank {ranks[0]}, {theirs!r} on rank {ranks[rank]}"
+                )
+
+
+# How many exchanges each group has seen: construction is collective, so all ranks count alike.
+_exchanges: dict[str, int] = {}
+
+
+def _timeout_s(group: dist.ProcessGroup, timeout: timedelta | float | None) -> float:
+    if timeout is None:
+        timeout = Settings.from_environment().timeout_s
+    if timeout is None:
+        backend = group._get_backend(next(iter(group._device_types)))
+        timeout = backend.options._timeout if hasattr(backend, "options") else distributed_c10d.default_pg_timeout
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not seconds > 0:
+        raise ValueError(f"timeout is {timeout!r}, accepted is a positive timedelta or number of seconds")
+    return seconds

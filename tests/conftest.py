@@ -1,0 +1,9 @@
+"""Ranks are forked from this process (ranks.py), so it stays single-threaded: a forked OpenMP pool hangs."""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+
+torch.set_num_threads(1)
