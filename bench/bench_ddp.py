@@ -60,16 +60,19 @@ def count_wrong(module: nn.Module, expected: list[torch.Tensor], exact: bool) ->
     return wrong
 
 
-def measure(world: World, args: argparse.Namespace, name: str) -> tuple[dict[str, Series], nn.Module]:
+def measure(world: World, args: argparse.Namespace, name: str) -> tuple[dict[str, Series], dict]:
     workload = build(name, world.rank, args.quick)
     plain, inputs = workload.module, workload.inputs
     plain(*inputs).backward()
     local = [param.grad.clone() for param in plain.parameters()]
     means = mean_gradients(plain, world.size)
     plain.zero_grad(set_to_none=True)
+    facts = {"parameters": sum(mean.numel() for mean in means), "tensors": len(means), "transport": None}
     samplers = []
     for arm in args.arms:
         module = wrap(arm, copy.deepcopy(plain), args.transport)
+        if arm == "ours":
+            facts["transport"] = module.transport
         expected, exact = (local, True) if arm == "none" else (means, world.size <= 2)
         samplers.append(
             Sampler(
@@ -81,12 +84,10 @@ def measure(world: World, args: argparse.Namespace, name: str) -> tuple[dict[str
         )
     round_s = calibrate(world, samplers, sample_us=0.0, max_ops=1)
     limits = (2, 4) if args.quick else (FEWEST_ROUNDS, args.rounds)
-    return interleave(world, samplers, rounds_within(world, round_s, args.seconds, limits)), plain
+    return interleave(world, samplers, rounds_within(world, round_s, args.seconds, limits)), facts
 
 
-def report(world: World, record: Record, table: Table, name: str, plain: nn.Module, series: dict[str, Series]) -> None:
-    params = sum(param.numel() for param in plain.parameters())
-    tensors = len(list(plain.parameters()))
+def report(world: World, record: Record, table: Table, name: str, facts: dict, series: dict[str, Series]) -> None:
     peer, none = series.get("stock_views"), series.get("none")
     overhead = (peer.us.median() - none.us.median()).item() if peer and none else None
     for arm, samples in series.items():
@@ -97,8 +98,7 @@ def report(world: World, record: Record, table: Table, name: str, plain: nn.Modu
         record.write(
             bench="ddp",
             model=name,
-            parameters=params,
-            tensors=tensors,
+            **facts,
             world_size=world.size,
             arm=arm,
             ms=ms,
@@ -108,7 +108,7 @@ def report(world: World, record: Record, table: Table, name: str, plain: nn.Modu
             wrong=samples.wrong,
         )
         ratios = [against[key] if against else None for key in ("median", "p10", "p90")]
-        heads = [name, world.size, params, tensors, arm, ms["median"], ms["p10"], ms["p90"]]
+        heads = [name, world.size, facts["parameters"], facts["tensors"], arm, ms["median"], ms["p10"], ms["p90"]]
         table.row([*heads, *ratios, removed, len(samples.us), samples.wrong])
 
 
@@ -119,9 +119,9 @@ def body(world: World, args: argparse.Namespace) -> None:
         print(f"\nmilliseconds per step (forward, backward), last rank's end; P = {world.size}")
         table.head()
     for name in args.models:
-        series, plain = measure(world, args, name)
+        series, facts = measure(world, args, name)
         if world.rank == 0:
-            report(world, record, table, name, plain, series)
+            report(world, record, table, name, facts, series)
 
 
 def options() -> argparse.ArgumentParser:

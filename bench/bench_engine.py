@@ -4,12 +4,14 @@ beside it.
     python bench/bench_engine.py
 
 A step is forward and backward of torch.cat over many tiny parameters: autograd does little beside accumulating one
-gradient per parameter, so a step's time over the number of parameters is the cost of a gradient. Arms: `bare`
-autograd; `hook`, an empty post-accumulate hook that is a C function; stock DDP; ours. The cost of a bucket is the
-slope between a plan of one bucket and one of many over the same parameters.
+gradient per parameter, so a step's time over the number of parameters is the cost of a gradient. Times are CPU time of the
+process, all its threads together: unlike the wall clock it does not count what other jobs of the machine take. Arms: `bare`
+autograd; `hook`, an empty post-accumulate hook that is a C function; stock DDP; ours. The cost of a bucket is the slope
+between a plan of one bucket and one of many over the same parameters.
 """
 
 import argparse
+import time
 from collections import deque
 
 import torch
@@ -19,8 +21,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as StockDdp
 
 ARMS = ("bare", "hook", "stock", "stock_views", "ours")
-COLUMNS = {"what": 12, "arm": 12, "count": 6, "step us": 8, "p10": 8, "p90": 8, "us each": 8, "over bare": 9}
+COLUMNS = {"what": 11, "arm": 11, "count": 6, "step us": 8, "us each": 8, "p10": 8, "p90": 8, "over bare": 9}
 COLUMNS |= {"over hook": 9, "p10 ": 7, "p90 ": 7, "rounds": 6, "#wrong": 6}
+TRACE_EVENTS = 10_000
 TINY_NUMEL = 8
 PAGE_NUMEL = 1024  # 4 KiB: in the bucket rows, a bucket is a whole number of parameters
 PARAMS_PER_BUCKET = 8
@@ -61,7 +64,7 @@ def sampler(name: str, module: nn.Module, params: list[nn.Parameter]) -> Sampler
     def check(_: int) -> int:
         return sum(int((param.grad != 1).sum()) for param in params)
 
-    return Sampler(name, prepare=clear, run=lambda: module().backward(), check=check)
+    return Sampler(name, prepare=clear, run=lambda: module().backward(), check=check, clock=time.process_time_ns)
 
 
 def measure(world: World, args: argparse.Namespace, plans: dict[str, tuple[str, int | None]], count: int, numel: int):
@@ -76,27 +79,37 @@ def measure(world: World, args: argparse.Namespace, plans: dict[str, tuple[str, 
     return interleave(world, samplers, rounds_within(world, round_s, args.seconds, limits))
 
 
-def gradient_rows(world: World, args: argparse.Namespace, record: Record, table: Table) -> None:
+def gradient_rows(world: World, args: argparse.Namespace, rows: "Rows") -> None:
     count = 100 if args.quick else args.count
     series = measure(world, args, {arm: (arm, None) for arm in args.arms}, count, TINY_NUMEL)
     for arm, steps in series.items():
         over_bare = over(steps, series.get("bare"), count) if arm != "bare" else None
         over_hook = over(steps, series.get("hook"), count) if arm not in ("bare", "hook") else None
-        write(record, table, "gradient", arm, count, steps, over_bare, over_hook)
+        rows.write("gradient", arm, count, steps, spread(steps.us / count), over_bare, over_hook)
 
 
-def bucket_rows(world: World, args: argparse.Namespace, record: Record, table: Table) -> None:
+def bucket_rows(world: World, args: argparse.Namespace, rows: "Rows") -> None:
     buckets = 8 if args.quick else 128
     count = buckets * PARAMS_PER_BUCKET
     few, many = count * PAGE_NUMEL * 4, PARAMS_PER_BUCKET * PAGE_NUMEL * 4
     arms = [arm for arm in args.arms if arm not in ("bare", "hook")]
     plans = {f"{arm}/{number}": (arm, cap) for arm in arms for number, cap in ((1, few), (buckets, many))}
-    if not plans:
-        return
-    series = measure(world, args, plans, count, PAGE_NUMEL)
+    series = measure(world, args, plans, count, PAGE_NUMEL) if plans else {}
     for arm in arms:
         one, each = series[f"{arm}/1"], series[f"{arm}/{buckets}"]
-        write(record, table, "bucket", arm, buckets, each, None, over(each, one, buckets - 1))
+        rows.write("bucket", arm, buckets, each, over(each, one, buckets - 1))
+
+
+def trace_rows(world: World, args: argparse.Namespace, rows: "Rows") -> None:
+    if "ours" not in args.arms:
+        return
+    from gpucomm import _core
+
+    trace = _core.Trace()
+    rounds = 4 if args.quick else args.rounds
+    us = torch.tensor([trace.measure_record_ns(TRACE_EVENTS) / 1e3 for _ in range(rounds)])
+    lost = rounds * TRACE_EVENTS - trace.recorded()
+    rows.write("trace event", "ours", TRACE_EVENTS, Series(us * TRACE_EVENTS, lost, 1), spread(us))
 
 
 def over(steps: Series, base: Series | None, count: int) -> dict | None:
@@ -104,39 +117,47 @@ def over(steps: Series, base: Series | None, count: int) -> dict | None:
     return spread((steps.us - base.us) / count) if base else None
 
 
-def write(record: Record, table: Table, what: str, arm: str, count: int, steps: Series, over_bare, over_hook) -> None:
-    step_us = spread(steps.us)
-    each_us = step_us["median"] / count if what == "gradient" else over_hook["median"]
-    record.write(
-        bench="engine",
-        what=what,
-        arm=arm,
-        count=count,
-        world_size=1,
-        step_us=step_us,
-        us_each=each_us,
-        **{"us_over_bare": over_bare, "us_over_hook" if what == "gradient" else "us_per_bucket": over_hook},
-        rounds=len(steps.us),
-        wrong=steps.wrong,
-    )
-    beyond = [over_hook[key] if over_hook else None for key in ("median", "p10", "p90")]
-    times = [step_us[key] for key in ("median", "p10", "p90")]
-    table.row(
-        [what, arm, count, *times, each_us, over_bare and over_bare["median"], *beyond, len(steps.us), steps.wrong]
-    )
+class Rows:
+    """Where rows go: the record and the table."""
+
+    def __init__(self, world: World, args: argparse.Namespace):
+        self._record = Record(args.out, launcher=world.launcher, quick=args.quick)
+        self._table = Table(COLUMNS)
+        print("\nCPU microseconds at world size 1; a bucket's cost is the slope between one bucket and `count`")
+        self._table.head()
+
+    def write(self, what: str, arm: str, count: int, steps: Series, each: dict, over_bare=None, over_hook=None) -> None:
+        step_us = spread(steps.us)
+        self._record.write(
+            bench="engine",
+            what=what,
+            arm=arm,
+            count=count,
+            world_size=1,
+            step_us=step_us,
+            us_each=each,
+            us_over_bare=over_bare,
+            us_over_hook=over_hook,
+            rounds=len(steps.us),
+            wrong=steps.wrong,
+        )
+        three = ("median", "p10", "p90")
+        beyond = [over_hook[key] if over_hook else None for key in three]
+        costs = [each[key] for key in three] + [over_bare["median"] if over_bare else None]
+        self._table.row([what, arm, count, step_us["median"], *costs, *beyond, len(steps.us), steps.wrong])
 
 
 def body(world: World, args: argparse.Namespace) -> None:
-    record = Record(args.out, launcher=world.launcher, quick=args.quick)
-    table = Table(COLUMNS)
-    print("\nmicroseconds at world size 1; a bucket row's `over hook` columns are its slope over a plan of one bucket")
-    table.head()
-    gradient_rows(world, args, record, table)
-    bucket_rows(world, args, record, table)
+    if world.size != 1:
+        raise SystemExit(f"bench_engine.py: world size {world.size}: the engine's own cost is measured with --ranks 1")
+    rows = Rows(world, args)
+    gradient_rows(world, args, rows)
+    bucket_rows(world, args, rows)
+    trace_rows(world, args, rows)
 
 
 def options() -> argparse.ArgumentParser:
-    parser = base_parser("The engine's cost per gradient and per bucket.", "1", ARMS)
+    parser = base_parser("The engine's cost per gradient, per bucket and per trace event.", "1", ARMS)
     parser.add_argument("--count", type=int, default=1000, help="parameters in the gradient rows (default 1000)")
     parser.add_argument("--transport", default="auto", help="ours: the transport to ask for (default auto)")
     return parser

@@ -190,8 +190,8 @@ def body(world: World, args: argparse.Namespace) -> None:
     buffers = {arm.name: Buffers(arm, most, world.size) for arm in arms if arm.name == "ours"}
     plain = Buffers(Gloo(), most, world.size)  # what is not in the arena is the same memory for all arms
     buffers = {arm.name: buffers["ours"] if arm.name == "ours" else plain for arm in arms}
-    mpi = next((arm.version for arm in arms if arm.name == "mpi"), None)
-    record = Record(args.out, launcher=world.launcher, quick=args.quick, mpi=mpi)
+    libraries = {arm.name: arm.library for arm in arms} | {"memory": "NumPy"}
+    record = Record(args.out, launcher=world.launcher, quick=args.quick, libraries=libraries)
     table = Table(COLUMNS)
     if world.rank == 0:
         print(f"\ntimes in us, bandwidths in GB/s, P = {world.size}, ranks started by {world.launcher}")

@@ -19,6 +19,7 @@ class Ours:
     def __init__(self, comm, arena: bool):
         self.name = "ours" if arena else "ours_plain"
         self._comm, self._arena = comm, arena
+        self.library = f"gpucomm {comm.transport}"
 
     def empty(self, numel: int) -> torch.Tensor:
         return self._comm.empty((numel,), torch.float32) if self._arena else torch.empty(numel)
@@ -39,6 +40,7 @@ class Gloo:
     """torch.distributed's default group."""
 
     name = "gloo"
+    library = "torch.distributed gloo"
 
     def empty(self, numel: int) -> torch.Tensor:
         return torch.empty(numel)
@@ -65,7 +67,7 @@ class Mpi:
         from mpi4py import MPI
 
         self._in_place, self._comm = MPI.IN_PLACE, MPI.COMM_WORLD
-        self.version = MPI.Get_library_version().split(",")[0]
+        self.library = MPI.Get_library_version().split(",")[0]
 
     def empty(self, numel: int) -> torch.Tensor:
         return torch.empty(numel)

@@ -60,6 +60,7 @@ def test_engine_bench_times_gradients_and_buckets(tmp_path):
     found = records(tmp_path, "bench_engine.py")
     assert arms_of(found, what="gradient") == {"bare", "hook", "stock", "stock_views", "ours"}
     assert arms_of(found, what="bucket") == {"stock", "stock_views", "ours"}
+    assert arms_of(found, what="trace event") == {"ours"}
 
 
 @pytest.fixture
