@@ -86,7 +86,11 @@ class Communicator(_core.CommunicatorBase):
             padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         everything = torch.empty(self.world_size * longest, dtype=torch.uint8)
         self.all_gather(everything, padded)
-        rows = everything.view(self.world_size, longest) if longest else [torch.empty(0, dtype=torch.uint8)] * self.world_size
+        rows = (
+            everything.view(self.world_size, longest)
+            if longest
+            else [torch.empty(0, dtype=torch.uint8)] * self.world_size
+        )
         return [bytes(row[: int(length)].tolist()) for row, length in zip(rows, lengths, strict=True)]
 
     def close(self) -> None:

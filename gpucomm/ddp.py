@@ -1,6 +1,5 @@
 """DistributedDataParallel: torch's surface over our reducer."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from datetime import timedelta
@@ -260,7 +259,7 @@ def _check_module(params: list[torch.nn.Parameter], device_ids: Any, output_devi
         raise ValueError(
             "DistributedDataParallel device_ids and output_device arguments only work with single-device/multiple-device "
             f"GPU modules or CPU modules, but got device_ids {device_ids}, output_device {output_device}, and module "
-            f"parameters {({p.device for p in params})}."
+            f"parameters { ({p.device for p in params}) }."
         )
 
 

@@ -11,6 +11,13 @@ class TransportUnavailable(CommError):
     """The transport asked for cannot serve this group; the message says which rank cannot and why."""
 
 
+class CollectiveMismatch(CommError):
+    """Ranks called different collectives at the same place; the message describes both. On every rank.
+
+    What raised this is dead from then on.
+    """
+
+
 class ModelsDiffer(CommError):
     """The ranks wrapped different models; the message names the first difference. Raised on every rank."""
 

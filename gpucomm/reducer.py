@@ -233,9 +233,7 @@ class Reducer:
 
     def _finish_engine(self, failed: bool) -> _core.Verdict:
         try:
-            return self.engine.finish(
-                backwards=self._backwards, forwards=self._forwards, failed=failed, weight=1.0
-            )
+            return self.engine.finish(backwards=self._backwards, forwards=self._forwards, failed=failed, weight=1.0)
         except CommTimeout as error:
             if (bucket := self.engine.reduced) == len(self.plan.buckets):
                 raise
@@ -350,7 +348,9 @@ class Reducer:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise CommError(f"communication broke down earlier, this wrapper is dead: {self._failure}") from self._failure
+            raise CommError(
+                f"communication broke down earlier, this wrapper is dead: {self._failure}"
+            ) from self._failure
 
     def check_before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before any optimizer steps: it must not apply gradients of an iteration that is not complete."""

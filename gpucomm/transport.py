@@ -20,6 +20,14 @@ _SLICE = timedelta(milliseconds=200)
 _ROLL_CALL_S = 1.0
 
 
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+
+
 class Handle(Protocol):
     """An operation in flight: what torch.distributed returns with async_op=True, or anything alike."""
 
@@ -32,7 +40,7 @@ class Transport(_core.Transport):
 
     Each collective gets host tensors (flat, contiguous; views of memory that stays alive and untouched until the handle
     completes), starts the operation without blocking and returns a Handle. Every rank calls the same ones in the same
-    order. Buckets are plain host memory; the engine scales while it packs, so `op` is never "avg".
+    order. Buckets are plain host memory; op: "sum", "min", "max" or "prod".
     """
 
     @abstractmethod
@@ -49,7 +57,7 @@ class Transport(_core.Transport):
     def barrier(self) -> Handle: ...
 
     def start(self, collective: _core.Collective) -> Handle:
-        """Called by the engine. Averages become a sum of scaled contributions (integers: a sum, then a division)."""
+        """Called by the engine. An average becomes a sum of scaled contributions (of integers: a sum, then a division)."""
         kind, numel, size = collective.kind, collective.numel, self.size
         if kind == "barrier":
             return self.barrier()
@@ -66,10 +74,12 @@ class Transport(_core.Transport):
         result = input
         if dtype in (torch.float16, torch.bfloat16):
             result = input.float()  # added in fp32, rounded once
-        elif kind == "reduce_scatter" or average:
-            result = input.clone() if dtype.is_floating_point or not average else input.long()
-        if collective.scale != 1.0:
-            result = result * collective.scale
+        elif average and not dtype.is_floating_point:
+            result = input.long()
+        elif kind == "reduce_scatter":
+            result = input.clone()
+        if average and dtype.is_floating_point:
+            result = result.mul_(1.0 / size) if result is not input else result.mul(1.0 / size)
         if kind == "all_reduce":
             part, handle = result, self.all_reduce(result, op)
         else:
@@ -104,36 +114,41 @@ class C10dTransport(Transport):
     def name(self) -> str:
         return "c10d"
 
+    # The group's own methods: those of torch.distributed add a log record and a warning about names to each call.
+
     def all_reduce(self, x: torch.Tensor, op: str) -> Handle:
-        operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(op)
-        return self._start("all_reduce", dist.all_reduce, x, operation or dist.ReduceOp.PRODUCT)
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPERATIONS[op]
+        return self._start("all_reduce", lambda: self.group.allreduce([x], options))
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str) -> Handle:
         # gloo has no reduce_scatter for every op: all of it is reduced, the own part kept.
-        handle = self.all_reduce(input, op)
         part = input[self.rank * output.numel() : (self.rank + 1) * output.numel()]
-        return _Then(handle, lambda: output.copy_(part))
+        return _Then(self.all_reduce(input, op), lambda: output.copy_(part))
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
-        return self._start("all_gather", dist.all_gather_into_tensor, output, input)
+        return self._start("all_gather", lambda: self.group._allgather_base(output, input))
 
     def broadcast(self, x: torch.Tensor, root: int) -> Handle:
-        return self._start("broadcast", dist.broadcast, x, self._global_ranks[root])
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return self._start("broadcast", lambda: self.group.broadcast([x], options))
 
     def barrier(self) -> Handle:
-        return self._start("barrier", dist.all_reduce, torch.zeros(1))
+        nothing = torch.zeros(1)
+        return self._start("barrier", lambda: self.group.allreduce([nothing]))
 
     def abort(self, reason: str) -> None:
         """Peers learn of it by the roll call; the group itself belongs to its maker and is left alone."""
         self._answer_roll_call(f"gave up: {reason}")
         self._failure = self._failure or CommError(f"this rank gave up: {reason}")
 
-    def _start(self, what: str, operation: Callable, *args: object) -> Handle:
+    def _start(self, what: str, operation: Callable[[], dist.Work]) -> Handle:
         if self._failure is not None:
             raise self._failure
         self._started += 1
         try:
-            work = operation(*args, group=self.group, async_op=True)
+            work = operation()
         except RuntimeError as error:
             raise self._broken(what, str(error)) from error
         return _C10dWork(self, what, work)
@@ -249,4 +264,3 @@ def flat_tensor(memory: _core.Memory, dtype: torch.dtype, numel: int) -> torch.T
     if numel == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=numel)
-

@@ -66,7 +66,9 @@ class World:
         rank = dist.get_rank(group)
         if rank < 0:
             raise ValueError("this process is not a member of the process group")
-        return cls(group, rank, dist.get_world_size(group), dist.get_process_group_ranks(group), _timeout_s(group, timeout))
+        return cls(
+            group, rank, dist.get_world_size(group), dist.get_process_group_ranks(group), _timeout_s(group, timeout)
+        )
 
     def exchange(self) -> Exchange:
         """The all-gather that construction uses, through the group's store. Raises CommTimeout naming who is missing."""

@@ -125,9 +125,6 @@ PyObject* carry_out(CommunicatorBase* self, Collective collective, PyObject* res
                     bool async_op) {
   Channel& channel = *self->channel;
   if (!channel.transport) throw std::runtime_error("this communicator is closed");
-  if (collective.op == ReduceOp::kAvg && is_floating(collective.dtype)) {
-    collective.scale = 1.0 / channel.transport->size();
-  }
   const Busy busy(channel);
   if (!async_op) {
     channel.transport->run(collective, *channel.stream);

@@ -138,8 +138,8 @@ void bind_engine(py::module_& module) {
       .def("has_slot", [](const Engine& e, int32_t parameter) { return e.slot(parameter).bucket >= 0; })
       .def("request_second_round", &Engine::request_second_round, py::arg("parameter"))
       .def("missing", &Engine::missing)
-      .def("finish", &finish, py::arg("backwards"), py::arg("forwards"), py::arg("failed"),
-           py::arg("weight"), py::return_value_policy::reference_internal)
+      .def("finish", &finish, py::arg("backwards"), py::arg("forwards"), py::arg("failed"), py::arg("weight"),
+           py::return_value_policy::reference_internal)
       .def("disarm", &Engine::disarm)
       .def_property_readonly("mode", &Engine::mode)
       .def_property_readonly("iteration", &Engine::iteration)

@@ -31,6 +31,8 @@ void set_python_error(std::exception_ptr failure) {
       raise("CommTimeout", e.what(), e.missing);
     } catch (const StepFailed& e) {
       raise("StepFailed", e.what());
+    } catch (const CollectiveMismatch& e) {
+      raise("CollectiveMismatch", e.what());
     } catch (const TransportUnavailable& e) {
       raise("TransportUnavailable", e.what());
     } catch (const CommError& e) {

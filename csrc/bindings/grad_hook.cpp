@@ -4,7 +4,8 @@
 // `param.grad`: with the bucket's view left there, a second gradient of the same backward would be added straight into
 // a bucket that is being reduced. Whatever is not the plain case goes to a Python callable.
 #include <Python.h>
-// After Python.h, which it does not include.
+// The next two come after Python.h.
+#include <pybind11/stl.h>
 #include <structmember.h>
 
 #include <memory>

@@ -145,7 +145,13 @@ void bind_memory_and_transports(py::module_& module) {
            py::arg("global_ranks") = std::vector<int>());
 
   py::class_<LoopbackTransport, Transport, std::shared_ptr<LoopbackTransport>>(module, "LoopbackTransport")
-      .def(py::init<int, double, double>(), py::arg("size"), py::arg("latency_s") = 0.0,
+      .def(py::init([](int size, double latency_s, double bytes_per_s) {
+             return std::make_shared<LoopbackTransport>(LoopbackOptions{.size = size,
+                                                                        .latency_s = latency_s,
+                                                                        .bytes_per_s = bytes_per_s,
+                                                                        .embedder = &PythonEmbedder::instance()});
+           }),
+           py::arg("size"), py::arg("latency_s") = 0.0,
            py::arg("bytes_per_s") = std::numeric_limits<double>::infinity());
 }
 
