@@ -3,11 +3,11 @@ beside it.
 
     python bench/bench_engine.py
 
-A step is forward and backward of torch.cat over many tiny parameters: autograd does little beside accumulating one
-gradient per parameter, so a step's time over the number of parameters is the cost of a gradient. Times are CPU time of the
-process, all its threads together: unlike the wall clock it does not count what other jobs of the machine take. Arms: `bare`
-autograd; `hook`, an empty post-accumulate hook that is a C function; stock DDP; ours. The cost of a bucket is the slope
-between a plan of one bucket and one of many over the same parameters.
+A step is zero_grad, forward and backward of torch.cat over many tiny parameters: autograd does little beside
+accumulating one gradient per parameter, so a step's time over the number of parameters is the cost of a gradient.
+Times are CPU time of the process, all its threads together: unlike the wall clock it does not count what other jobs
+of the machine take. Arms: `bare` autograd; `hook`, an empty post-accumulate hook that is a C function; stock DDP;
+ours. The cost of a bucket is the slope between a plan of one bucket and one of many over the same parameters.
 """
 
 import argparse
@@ -24,6 +24,7 @@ ARMS = ("bare", "hook", "stock", "stock_views", "ours")
 COLUMNS = {"what": 11, "arm": 11, "count": 6, "step us": 8, "us each": 8, "p10": 8, "p90": 8, "over bare": 9}
 COLUMNS |= {"over hook": 9, "p10 ": 7, "p90 ": 7, "rounds": 6, "#wrong": 6}
 TRACE_EVENTS = 10_000
+SAMPLE_US = 20_000.0  # several steps: the check of the last sample leaves cold caches
 TINY_NUMEL = 8
 PAGE_NUMEL = 1024  # 4 KiB: in the bucket rows, a bucket is a whole number of parameters
 PARAMS_PER_BUCKET = 8
@@ -57,14 +58,15 @@ def wrap(arm: str, module: nn.Module, cap_bytes: int | None, transport: str) -> 
 
 
 def sampler(name: str, module: nn.Module, params: list[nn.Parameter]) -> Sampler:
-    def clear() -> None:
+    def step() -> None:
         for param in params:
             param.grad = None
+        module().backward()
 
     def check(_: int) -> int:
         return sum(int((param.grad != 1).sum()) for param in params)
 
-    return Sampler(name, prepare=clear, run=lambda: module().backward(), check=check, clock=time.process_time_ns)
+    return Sampler(name, prepare=lambda: None, run=step, check=check, clock=time.process_time_ns)
 
 
 def measure(world: World, args: argparse.Namespace, plans: dict[str, tuple[str, int | None]], count: int, numel: int):
@@ -74,7 +76,7 @@ def measure(world: World, args: argparse.Namespace, plans: dict[str, tuple[str, 
         module = Concatenation(count, numel)
         params = list(module.parameters())
         samplers.append(sampler(label, wrap(arm, module, cap_bytes, args.transport), params))
-    round_s = calibrate(world, samplers, sample_us=0.0, max_ops=1)
+    round_s = calibrate(world, samplers, SAMPLE_US, 1 if args.quick else 20)
     limits = (2, 4) if args.quick else (20, args.rounds)
     return interleave(world, samplers, rounds_within(world, round_s, args.seconds, limits))
 
