@@ -82,7 +82,7 @@ def measure(world: World, args: argparse.Namespace, name: str) -> tuple[dict[str
                 check=lambda _, module=module, expected=expected, exact=exact: count_wrong(module, expected, exact),
             )
         )
-    round_s = calibrate(world, samplers, sample_us=0.0, max_ops=1)
+    round_s = calibrate(world, samplers, sample_us=0.0, limits=(1, 1))
     limits = (2, 4) if args.quick else (FEWEST_ROUNDS, args.rounds)
     return interleave(world, samplers, rounds_within(world, round_s, args.seconds, limits)), facts
 

@@ -76,7 +76,7 @@ def measure(world: World, args: argparse.Namespace, plans: dict[str, tuple[str, 
         module = Concatenation(count, numel)
         params = list(module.parameters())
         samplers.append(sampler(label, wrap(arm, module, cap_bytes, args.transport), params))
-    round_s = calibrate(world, samplers, SAMPLE_US, 1 if args.quick else 20)
+    round_s = calibrate(world, samplers, SAMPLE_US, (1, 1 if args.quick else 20))
     limits = (2, 4) if args.quick else (20, args.rounds)
     return interleave(world, samplers, rounds_within(world, round_s, args.seconds, limits))
 

@@ -35,6 +35,10 @@ class Ours:
             "barrier": comm.barrier,
         }[name]
 
+    def close(self) -> None:
+        """Ends the communicator, for both arms that share it."""
+        self._comm.close()
+
 
 class Gloo:
     """torch.distributed's default group."""

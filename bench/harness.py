@@ -25,6 +25,7 @@ import torch.distributed as dist
 from gate import Gate
 from launch import LaunchError, is_rank, mpi_missing, start_ranks
 
+_WARM_UP_SAMPLES = 3  # first calls connect, allocate and fault pages in; DDP makes its final buckets after one step
 # A single sample under load misjudges an arm by far: the loop grows step by step, each judged by a longer sample.
 _CALIBRATION_TURNS = 3
 _CALIBRATION_GROWTH = 12
@@ -102,13 +103,17 @@ def interleave(world: World, samplers: Sequence[Sampler], rounds: int) -> dict[s
     }
 
 
-def calibrate(world: World, samplers: Sequence[Sampler], sample_us: float, max_ops: int) -> float:
-    """Sets each arm's `ops` for samples of about `sample_us`; returns the seconds of one round, checks included."""
+def calibrate(world: World, samplers: Sequence[Sampler], sample_us: float, limits: tuple[int, int]) -> float:
+    """Sets each arm's `ops`, within `limits`, for samples of about `sample_us`; returns the seconds of one round."""
     for sampler in samplers:
-        sampler.sample(world.gate)  # first calls connect, allocate and fault pages in
-        for _ in range(_CALIBRATION_TURNS):
+        sampler.ops = limits[0]
+        for _ in range(_WARM_UP_SAMPLES):
+            sampler.sample(world.gate)
+        for _ in range(_CALIBRATION_TURNS if limits[1] > limits[0] else 0):
             us = interleave(world, [sampler], 2)[sampler.name].us.min().item()
-            sampler.ops = world.agree(max(1, min(max_ops, int(sample_us / us), _CALIBRATION_GROWTH * sampler.ops)))
+            sampler.ops = world.agree(
+                max(limits[0], min(limits[1], int(sample_us / us), _CALIBRATION_GROWTH * sampler.ops))
+            )
     world.gate.wait()
     start = time.monotonic()
     for sampler in samplers:

@@ -87,10 +87,12 @@ def test_an_option_that_cannot_be_served_is_an_error_naming_it(bench, capsys, sc
     assert named in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_record_file_that_cannot_be_written_is_an_error_before_any_rank_starts():
-    done = run("bench_engine.py", "--quick", "--out", "/nonexistent/x")
-    assert done.returncode == 2
-    assert "/nonexistent/x" in done.stderr
+def test_a_record_file_that_cannot_be_written_is_an_error_before_any_rank_starts(bench, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bench_engine.py", "--out", "/nonexistent/x"])
+    with pytest.raises(SystemExit) as ended:
+        bench("harness").main("bench_engine.py", bench("bench_engine").options(), pytest.fail)
+    assert ended.value.code == 2
+    assert "/nonexistent/x" in capsys.readouterr().err
 
 
 def test_a_wrong_result_is_counted(bench):
