@@ -1,11 +1,12 @@
 """Where a backward ends, and how it ends: the callback at its outermost end, and the news that it never came.
 
-Autograd runs a queued callback at the end of the graph task in which it was queued. Inside a reentrant checkpoint that is
-an inner one, so the callback is queued from a node of the outer graph that runs after the outermost checkpoint.
+Autograd runs a queued callback at the end of the graph task in which it was queued. Inside a reentrant checkpoint that
+is an inner one, so the callback is queued from a node of the outer graph that runs after the outermost checkpoint.
 """
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 
 import torch
 from torch.autograd import Variable
@@ -13,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 
 
 class BackwardEnd:
-    """Calls `on_end` when the backward is complete; `on_abort` if this object dies uncalled, for then backward raised."""
+    """Calls `on_end` when the backward is complete; `on_abort` if it dies uncalled, for then backward raised."""
 
     def __init__(self, on_end: Callable[[], None], on_abort: Callable[[], None]) -> None:
         self._on_end = on_end
@@ -59,7 +60,7 @@ def queue_at_outermost_end(callback: BackwardEnd) -> None:
 def _outermost_reentrant_node() -> BackwardCFunction | None:
     """The outermost custom autograd node whose Python backward is running on this thread's stack, if any."""
     found = None
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         node = frame.f_locals.get("self") if frame.f_code.co_name == "apply" else None
         if isinstance(node, BackwardCFunction):

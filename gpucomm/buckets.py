@@ -66,8 +66,8 @@ class BucketPlan:
     def build(cls, specs: Sequence[ParameterSpec], order: Iterable[int], caps: Sequence[int]) -> "BucketPlan":
         """Fills buckets, one open for each dtype, with parameters in the given order; a full one is closed.
 
-        The n-th bucket of a dtype is full once it holds at least caps[n] bytes of gradients (the last cap repeats), so a
-        parameter larger than the cap closes one. Parameters without elements get a slot of size 0.
+        The n-th bucket of a dtype is full once it holds at least caps[n] bytes of gradients (the last cap repeats), so
+        a parameter larger than the cap closes one. Parameters without elements get a slot of size 0.
         """
         closed: list[Bucket] = []
         opened: dict[torch.dtype, list[int]] = {}

@@ -24,10 +24,10 @@ _DTYPES = (
 class Communicator(_core.CommunicatorBase):
     """Collectives among the ranks of a process group. Construction is collective.
 
-    `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast` and `barrier` take contiguous arrays in host memory: torch,
-    NumPy, anything with DLPack; float16, bfloat16, float32, float64, int32, int64, uint8 (complex as pairs). Every rank
-    calls the same ones in the same order, from one thread at a time. With `async_op=True` they return a handle with
-    `wait()` and `done()`; the arrays belong to the operation until then.
+    `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast` and `barrier` take contiguous arrays in host memory:
+    torch, NumPy, anything with DLPack; float16, bfloat16, float32, float64, int32, int64, uint8 (complex as pairs).
+    Every rank calls the same ones in the same order, from one thread at a time. With `async_op=True` they return a
+    handle with `wait()` and `done()`; the arrays belong to the operation until then.
 
     Over shared memory, arrays from `empty` are reduced in place, several times faster than ordinary ones, which are
     copied through staging memory.
@@ -36,7 +36,8 @@ class Communicator(_core.CommunicatorBase):
         group: a torch.distributed process group; the default group if None.
         transport: "auto" (shared memory if every rank has it, else the group itself), "shm", "c10d", "loopback" (this
             process stands for all ranks), or a Transport.
-        timeout: timedelta or seconds after which a wait raises CommTimeout naming the missing ranks; the group's if None.
+        timeout: timedelta or seconds after which a wait raises CommTimeout naming the missing ranks; default: the
+            group's.
 
     Raises:
         TransportUnavailable: a transport asked for by name cannot serve this group; on every rank.

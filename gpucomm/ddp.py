@@ -49,6 +49,8 @@ class DistributedDataParallel(TorchDDP):
         StepFailed, PeerFailed, CommTimeout: later, from backward; see gpucomm.errors.
     """
 
+    reducer: Reducer  # type: ignore[assignment]
+
     def __init__(
         self,
         module: torch.nn.Module,
@@ -224,9 +226,9 @@ def _refuse_unserved(**arguments: Any) -> None:
 
 def _bucket_caps(cap_mb: float | None, cap_mb_list: list[float] | None) -> tuple[int, ...] | None:
     """The caps in bytes that the arguments ask for, None for our own plan."""
-    caps = list(cap_mb_list) if cap_mb_list else [cap_mb]
-    if caps == [None]:
+    if cap_mb is None and not cap_mb_list:
         return None
+    caps: list[Any] = list(cap_mb_list) if cap_mb_list else [cap_mb]
     for cap in caps:
         if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not (0 <= cap < math.inf):
             name = "bucket_cap_mb_list" if cap_mb_list else "bucket_cap_mb"
@@ -257,8 +259,9 @@ def _check_module(params: list[torch.nn.Parameter], device_ids: Any, output_devi
         raise NotImplementedError(f"parameters on {types.pop()} devices are not served yet, only those on the CPU")
     if device_ids or output_device:
         raise ValueError(
-            "DistributedDataParallel device_ids and output_device arguments only work with single-device/multiple-device "
-            f"GPU modules or CPU modules, but got device_ids {device_ids}, output_device {output_device}, and module "
+            "DistributedDataParallel device_ids and output_device arguments only work with "
+            "single-device/multiple-device GPU modules or CPU modules, but got device_ids "
+            f"{device_ids}, output_device {output_device}, and module "
             f"parameters { ({p.device for p in params}) }."
         )
 

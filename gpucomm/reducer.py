@@ -4,8 +4,8 @@
     ready     gradient after gradient: packed by the hook in C; here only what is not the plain case
     finish    outermost end of backward: slots without a gradient, the ranks' verdict, a second round, views into .grad
 
-Every parameter, frozen ones too, has an index from construction on. Whatever concerns more than this rank is decided from
-the verdict, which is the same on all of them.
+Every parameter, frozen ones too, has an index from construction on. Whatever concerns more than this rank is decided
+from the verdict, which is the same on all of them.
 """
 
 import sys
@@ -138,6 +138,11 @@ class Reducer:
             if hook is not None and self._views[parameter] is not None:
                 hook.set_layout(self._views[parameter])
 
+    def _view(self, index: int) -> torch.Tensor:
+        view = self._views[index]
+        assert view is not None
+        return view
+
     def _registration_order_plan(self) -> BucketPlan:
         order = [i for i in reversed(range(len(self.params))) if self.params[i].requires_grad]
         return BucketPlan.build([ParameterSpec.of(p) for p in self.params], order, self.caps)
@@ -207,7 +212,7 @@ class Reducer:
             _core.install_views(self.engine, verdict, self.params, self._views)
             for index, grad in self._kept.items():
                 if not verdict.is_used(index):
-                    self._views[index].copy_(grad)
+                    self._view(index).copy_(grad)
             if not self.plan_is_final and self._next_plan is None:
                 self._next_plan = self._plan_in_ready_order()
                 self.plan_is_final = True
@@ -221,7 +226,7 @@ class Reducer:
 
     def _complete_missing(self) -> None:
         for index in self.engine.missing():
-            grad, view = self.params[index].grad, self._views[index]
+            grad, view = self.params[index].grad, self._view(index)
             if grad is None or grad.shape != view.shape or grad.dtype != view.dtype:
                 self.engine.complete(index, None)
                 continue
@@ -389,8 +394,8 @@ _UNUSED_TEXT = (
     "your module has parameters that were not used in producing loss. You can enable unused parameter detection by "
     "passing the keyword argument `find_unused_parameters=True` to DistributedDataParallel, and by making sure all "
     "`forward` function outputs participate in calculating loss. Parameters which did not receive grad in the prior "
-    "iteration: {names}. Parameter indices which did not receive grad: {indices}. (The gradients of that iteration were "
-    "reduced over all ranks.)"
+    "iteration: {names}. Parameter indices which did not receive grad: {indices}. (The gradients of that iteration "
+    "were reduced over all ranks.)"
 )
 
 _live: weakref.WeakSet[Reducer] = weakref.WeakSet()

@@ -67,7 +67,7 @@ def _broadcast_chunk(tensors: list[torch.Tensor], comm: Communicator, root: int)
     if comm.rank == root:
         return
     offset = 0
-    with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+    with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):  # type: ignore[attr-defined]
         for tensor in tensors:
             nbytes = tensor.numel() * tensor.element_size()
             # clone: the piece starts at any byte, a view as another dtype needs its alignment.

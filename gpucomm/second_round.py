@@ -33,7 +33,7 @@ class SecondRound:
     def run(self, parameters: list[int]) -> None:
         """Reduces the union of what all ranks asked for; collective, after the buckets are reduced.
 
-        Adds the mean to the slot's view where the parameter has one that fits, else leaves it as the parameter's `.grad`.
+        Adds the mean to the slot's view where the parameter has one that fits, else leaves it as its `.grad`.
         Raises StepFailed on every rank if a parameter's shape or dtype differs between ranks.
         """
         reducer = self._reducer

@@ -5,7 +5,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -48,38 +48,38 @@ class Transport(_core.Transport):
     @abstractmethod
     def all_reduce(self, x: torch.Tensor, op: str) -> Handle: ...
     @abstractmethod
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str) -> Handle: ...
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, op: str) -> Handle: ...
     @abstractmethod
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle: ...
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Handle: ...
     @abstractmethod
     def broadcast(self, x: torch.Tensor, root: int) -> Handle: ...
     @abstractmethod
     def barrier(self) -> Handle: ...
 
     def start(self, collective: _core.Collective) -> Handle:
-        """Called by the engine. An average becomes a sum of scaled contributions (of integers: a sum, then a division)."""
+        """Called by the engine. An average becomes a sum of scaled contributions; of integers, a divided sum."""
         kind, numel, size = collective.kind, collective.numel, self.size
         if kind == "barrier":
             return self.barrier()
         dtype = getattr(torch, collective.dtype)
         inputs, outputs = {"reduce_scatter": (size, 1), "all_gather": (1, size)}.get(kind, (1, 1))
-        input = tensor_at(collective.input_address, numel * inputs, dtype)
+        source = tensor_at(collective.input_address, numel * inputs, dtype)
         output = tensor_at(collective.output_address, numel * outputs, dtype)
         if kind == "broadcast":
             return self.broadcast(output, collective.root)
         if kind == "all_gather":
-            return self.all_gather(output, input)
+            return self.all_gather(output, source)
         average = collective.op == "avg"
         op = "sum" if average else collective.op
-        result = input
+        result = source
         if dtype in (torch.float16, torch.bfloat16):
-            result = input.float()  # added in fp32, rounded once
+            result = source.float()  # added in fp32, rounded once
         elif average and not dtype.is_floating_point:
-            result = input.long()
+            result = source.long()
         elif kind == "reduce_scatter":
-            result = input.clone()
+            result = source.clone()
         if average and dtype.is_floating_point:
-            result = result.mul_(1.0 / size) if result is not input else result.mul(1.0 / size)
+            result = result.mul_(1.0 / size) if result is not source else result.mul(1.0 / size)
         if kind == "all_reduce":
             part, handle = result, self.all_reduce(result, op)
         else:
@@ -118,16 +118,16 @@ class C10dTransport(Transport):
 
     def all_reduce(self, x: torch.Tensor, op: str) -> Handle:
         options = dist.AllreduceOptions()
-        options.reduceOp = _OPERATIONS[op]
+        options.reduceOp = _OPERATIONS[op]  # type: ignore[assignment]
         return self._start("all_reduce", lambda: self.group.allreduce([x], options))
 
-    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: str) -> Handle:
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, op: str) -> Handle:
         # gloo has no reduce_scatter for every op: all of it is reduced, the own part kept.
-        part = input[self.rank * output.numel() : (self.rank + 1) * output.numel()]
-        return _Then(self.all_reduce(input, op), lambda: output.copy_(part))
+        part = source[self.rank * output.numel() : (self.rank + 1) * output.numel()]
+        return _Then(self.all_reduce(source, op), lambda: output.copy_(part))
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Handle:
-        return self._start("all_gather", lambda: self.group._allgather_base(output, input))
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Handle:
+        return self._start("all_gather", lambda: self.group._allgather_base(output, source))
 
     def broadcast(self, x: torch.Tensor, root: int) -> Handle:
         options = dist.BroadcastOptions()
@@ -193,7 +193,7 @@ class C10dTransport(Transport):
     def _others(self) -> list[int]:
         return [self._global_ranks[r] for r in range(self.size) if r != self.rank]
 
-    def _answer_roll_call(self, words: str) -> dist.Store | None:
+    def _answer_roll_call(self, words: str) -> Any:
         store = distributed_c10d._get_process_group_store(self.group)
         try:
             store.set(f"gpucomm/roll_call/{self.group.group_name}/{self.rank}", words)
@@ -203,7 +203,8 @@ class C10dTransport(Transport):
 
     def _roll_call(self, what: str) -> tuple[set[int], dict[int, str]]:
         """Says "here" and looks who else does. Returns the ranks that did and what they said."""
-        here, said = {self.rank}, {}
+        here: set[int] = {self.rank}
+        said: dict[int, str] = {}
         store = self._answer_roll_call(f"waiting in {what} #{self._started}")
         if store is None:
             return here, said

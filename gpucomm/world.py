@@ -71,7 +71,7 @@ class World:
         )
 
     def exchange(self) -> Exchange:
-        """The all-gather that construction uses, through the group's store. Raises CommTimeout naming who is missing."""
+        """The all-gather that construction uses, through the group's store. Its CommTimeout names who is missing."""
         store = distributed_c10d._get_process_group_store(self.group)
         number = _exchanges.get(self.group.group_name, 0)
         _exchanges[self.group.group_name] = number + 1
@@ -80,7 +80,7 @@ class World:
         def gather(mine: bytes) -> list[bytes]:
             nonlocal rounds
             prefix = f"gpucomm/{number}/{rounds}"
-            store.set(f"{prefix}/{self.rank}", mine)
+            store.set(f"{prefix}/{self.rank}", mine)  # type: ignore[arg-type]
             everything = []
             for rank in range(self.size):
                 key = f"{prefix}/{rank}"
@@ -134,9 +134,9 @@ class World:
         everything = [text.decode() for text in exchange(mine.encode())]
         for rank, theirs in enumerate(everything):
             if theirs != everything[0]:
-                ranks = self.global_ranks
+                first, other = self.global_ranks[0], self.global_ranks[rank]
                 raise CommError(
-                    f"{what} differs between ranks: {everything[0]!r} on rank {ranks[0]}, {theirs!r} on rank {ranks[rank]}"
+                    f"{what} differs between ranks: {everything[0]!r} on rank {first}, {theirs!r} on rank {other}"
                 )
 
 
