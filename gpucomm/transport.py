@@ -71,15 +71,15 @@ class Transport(_core.Transport):
             return self.all_gather(output, source)
         average = collective.op == "avg"
         op = "sum" if average else collective.op
-        result = source
+        wide = dtype
         if dtype in (torch.float16, torch.bfloat16):
-            result = source.float()  # added in fp32, rounded once
+            wide = torch.float32  # added in fp32, rounded once
         elif average and not dtype.is_floating_point:
-            result = source.long()
-        elif kind == "reduce_scatter":
-            result = source.clone()
+            wide = torch.int64
+        # The group reduces in place; what all_reduce is given is its result too, but an input stays as it is.
+        result = source.to(wide, copy=kind == "reduce_scatter")
         if average and dtype.is_floating_point:
-            result = result.mul_(1.0 / size) if result is not source else result.mul(1.0 / size)
+            result.mul_(1.0 / size)
         if kind == "all_reduce":
             part, handle = result, self.all_reduce(result, op)
         else:
