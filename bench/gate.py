@@ -24,13 +24,15 @@ class Gate:
             self._map = mmap.mmap(file.fileno(), self.bytes_for(size))
         self._words = memoryview(self._map).cast("q")
         self._generation = 0
+        self._parent = os.getppid()
 
     @staticmethod
     def bytes_for(size: int) -> int:
         return size * _STRIDE * 8
 
     def wait(self) -> None:
-        """Blocks until every rank has called `wait` as often as this one; TimeoutError names the missing ranks."""
+        """Blocks until every rank has called `wait` as often as this one. TimeoutError names the missing rank;
+        RuntimeError once the process that started this one is gone: no rank outlives it."""
         self._generation += 1
         self._words[self.rank * _STRIDE + _ARRIVED] = self._generation
         for peer in range(self.size):
@@ -44,6 +46,8 @@ class Gate:
                 if turns == _YIELDS_BEFORE_SLEEP:
                     deadline = time.monotonic() + self.timeout_s
                 time.sleep(_SLEEP_S)
+                if os.getppid() != self._parent:
+                    raise RuntimeError(f"rank {self.rank}: the process that started the ranks is gone")
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"rank {self.rank}: rank {peer} did not reach the gate in {self.timeout_s} s")
 

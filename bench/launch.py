@@ -7,9 +7,9 @@ one process set.
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 import time
 from datetime import timedelta
 
@@ -41,12 +41,13 @@ def mpi_missing() -> str | None:
 def start_ranks(script: str, argv: list[str], size: int, with_mpi: bool, timeout_s: float) -> None:
     """Runs `script argv` as `size` ranks and waits for them; LaunchError names the first rank that failed."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-    with tempfile.NamedTemporaryFile(prefix="gpucomm_bench_gate_") as gate:
-        gate.truncate(Gate.bytes_for(size))
+    gate = os.memfd_create("gpucomm_bench_gate")  # opened by the ranks through /proc: no name, nothing left behind
+    with os.fdopen(gate, "wb"):
+        os.truncate(gate, Gate.bytes_for(size))
         env = os.environ | {
             "GPUCOMM_BENCH_SIZE": str(size),
             "GPUCOMM_BENCH_STORE_PORT": str(store.port),
-            "GPUCOMM_BENCH_GATE": gate.name,
+            "GPUCOMM_BENCH_GATE": f"/proc/{os.getpid()}/fd/{gate}",
             "GPUCOMM_BENCH_LAUNCHER": "mpirun" if with_mpi else "processes",
             "OMP_NUM_THREADS": "1",
             "MALLOC_MMAP_THRESHOLD_": _MALLOC_KEEP_BYTES,
@@ -57,10 +58,13 @@ def start_ranks(script: str, argv: list[str], size: int, with_mpi: bool, timeout
             processes = [subprocess.Popen(_mpirun(size) + command, env=env)]
         else:
             processes = [subprocess.Popen(command, env=env | {"GPUCOMM_BENCH_RANK": str(rank)}) for rank in range(size)]
+        # The default action of SIGTERM would leave the ranks behind.
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             _wait_for(processes, timeout_s)
         finally:
             _end(processes)
+            signal.signal(signal.SIGTERM, before)
 
 
 def _mpirun(size: int) -> list[str]:
