@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from models import ConvNet, Recurrent, TiedEmbedding, TwoHeads, batch, mlp
+from toys import ConvNet, Recurrent, TiedEmbedding, TwoHeads, batch, mlp
 from ranks import RanksFailed, run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
