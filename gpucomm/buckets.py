@@ -110,6 +110,31 @@ class BucketPlan:
             close(dtype)
         return cls(tuple(closed))
 
+    def check(self, specs: Sequence[ParameterSpec], needed: Iterable[int]) -> None:
+        """Raises ValueError unless this is a plan for these parameters in which all that are needed have one slot."""
+        seen = set()
+        for bucket in self.buckets:
+            end = 0
+            for slot in bucket.slots:
+                if slot.parameter in seen or not 0 <= slot.parameter < len(specs):
+                    raise ValueError(f"plan: parameter {slot.parameter} is there twice or not one of {len(specs)}")
+                spec = specs[slot.parameter]
+                if (slot.numel, bucket.dtype) != (spec.numel, str(spec.dtype).removeprefix("torch.")):
+                    raise ValueError(
+                        f"plan: parameter {slot.parameter} has {slot.numel} elements of {bucket.dtype}, in the model "
+                        f"{spec.numel} of {spec.dtype}"
+                    )
+                if slot.offset % SLOT_ALIGNMENT or slot.offset < end:
+                    raise ValueError(
+                        f"plan: parameter {slot.parameter} lies at {slot.offset}, unaligned or overlapping"
+                    )
+                end = slot.offset + slot.numel
+                seen.add(slot.parameter)
+            if end > bucket.numel:
+                raise ValueError(f"plan: a bucket of {bucket.numel} elements has slots up to {end}")
+        if lacking := set(needed) - seen:
+            raise ValueError(f"plan: no slot for parameters {sorted(lacking)}")
+
     @property
     def parameters(self) -> list[int]:
         """In launch order."""
@@ -127,10 +152,13 @@ class BucketPlan:
     def from_json(cls, text: str) -> "BucketPlan":
         """Raises ValueError for what to_json did not write."""
         try:
+            buckets = json.loads(text)
+            if not isinstance(buckets, list):
+                raise TypeError("not a list")
             return cls(
                 tuple(
                     Bucket(bucket["dtype"], bucket["numel"], tuple(Slot(**slot) for slot in bucket["slots"]))
-                    for bucket in json.loads(text)
+                    for bucket in buckets
                 )
             )
         except (TypeError, KeyError, json.JSONDecodeError) as error:

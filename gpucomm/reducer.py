@@ -58,6 +58,8 @@ class Reducer:
         self.plan_is_final = plan is not None
         self.sync_requested: Callable[[], bool] = lambda: True
 
+        if plan is not None:
+            plan.check([ParameterSpec.of(p) for p in self.params], [i for i, p in enumerate(params) if p.requires_grad])
         self._next_plan: BucketPlan | None = plan or self._registration_order_plan()
         self._memories: list[BucketMemory] = []
         self._views: list[torch.Tensor | None] = [None] * len(self.params)

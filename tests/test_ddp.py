@@ -6,10 +6,10 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from toys import ConvNet, Recurrent, TiedEmbedding, TwoHeads, batch, mlp
 from ranks import RanksFailed, run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from toys import ConvNet, Recurrent, TiedEmbedding, TwoHeads, batch, mlp
 
 from gpucomm import DistributedDataParallel as Ours
 

@@ -70,9 +70,10 @@ void complete(Engine& engine, int32_t parameter, const py::object& grad) {
 
 py::list trace_events(const Trace& trace) {
   py::list events;
+  const TickScale scale = TickScale::measure();
   for (const TraceEvent& event : trace.snapshot()) {
-    events.append(py::make_tuple(std::string(name_of(event.kind)), event.id, ticks_to_ns(event.begin_ticks),
-                                 ticks_to_ns(event.end_ticks), event.bytes, event.iteration));
+    events.append(py::make_tuple(std::string(name_of(event.kind)), event.id, scale.to_ns(event.begin_ticks),
+                                 scale.to_ns(event.end_ticks), event.bytes, event.iteration));
   }
   return events;
 }

@@ -41,13 +41,12 @@ int64_t monotonic_ns() {
   return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
 }
 
-int64_t ticks_to_ns(uint64_t ticks) {
-  if (ticks_are_monotonic_ns()) return static_cast<int64_t>(ticks);
+TickScale TickScale::measure() {
   const Anchor now = take_anchor();
-  const double ns_per_tick =
-      static_cast<double>(now.ns - load_anchor.ns) / static_cast<double>(now.ticks - load_anchor.ticks);
-  // From the present anchor, because what is converted is recent and the distance small.
-  return now.ns + static_cast<int64_t>(static_cast<double>(static_cast<int64_t>(ticks - now.ticks)) * ns_per_tick);
+  if (ticks_are_monotonic_ns()) return {now.ticks, static_cast<int64_t>(now.ticks), 1.0};
+  // The origin is the present anchor, because what is converted is recent and the distance small.
+  return {now.ticks, now.ns,
+          static_cast<double>(now.ns - load_anchor.ns) / static_cast<double>(now.ticks - load_anchor.ticks)};
 }
 
 }  // namespace gpucomm

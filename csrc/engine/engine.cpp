@@ -68,7 +68,7 @@ void Engine::arm() {
   ++iteration_;
   launched_ = 0;
   reduced_ = 0;
-  wait_ns_ = 0;
+  wait_ticks_ = 0;
   ready_order_.clear();
   packed_.assign(packed_.size(), 0);
   second_round_.clear();
@@ -181,7 +181,7 @@ const Verdict& Engine::finish(const HeaderWords& words) {
 
 void Engine::note_wait(uint64_t begin_ticks, int32_t id, size_t bytes) {
   const uint64_t end = ticks();
-  wait_ns_ += static_cast<uint64_t>(ticks_to_ns(end) - ticks_to_ns(begin_ticks));
+  wait_ticks_ += static_cast<int64_t>(end - begin_ticks);
   trace_->record(TraceKind::kWait, id, begin_ticks, end, bytes, iteration_);
 }
 

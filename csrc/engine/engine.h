@@ -91,7 +91,7 @@ class Engine {
   size_t launched() const { return launched_; }
   uint64_t iteration() const { return iteration_; }
   uint64_t layout_hash() const { return layout_hash_; }
-  uint64_t wait_ns() const { return wait_ns_; }
+  uint64_t wait_ns() const { return static_cast<uint64_t>(tick_scale_.duration_ns(wait_ticks_)); }
   // In which order the gradients of the last or current reduction became ready.
   const std::vector<int32_t>& ready_order() const { return ready_order_; }
   // Buckets reduced so far; when finish() threw, the bucket of this index was waited for (none: the header).
@@ -126,7 +126,8 @@ class Engine {
   std::vector<Bucket> buckets_;
   size_t launched_ = 0;  // buckets launched in this iteration, in plan order
   size_t reduced_ = 0;   // of those, known to be complete
-  uint64_t wait_ns_ = 0;
+  int64_t wait_ticks_ = 0;
+  const TickScale tick_scale_ = TickScale::measure();
 
   Bitmap used_;  // since the last reduction
   Bitmap second_round_;

@@ -25,7 +25,7 @@ TEST(ClockTest, TicksConvertToTheMonotonicClock) {
     const int64_t before = monotonic_ns();
     const uint64_t now = ticks();
     const int64_t after = monotonic_ns();
-    const int64_t converted = ticks_to_ns(now);
+    const int64_t converted = TickScale::measure().to_ns(now);
     ASSERT_GE(converted, before - 1000);
     ASSERT_LE(converted, after + 1000);
     std::this_thread::yield();
@@ -42,7 +42,7 @@ TEST(ClockTest, ConversionKeepsTheLengthOfAnInterval) {
   const int64_t before_end = monotonic_ns();
   const uint64_t end = ticks();
   const int64_t after_end = monotonic_ns();
-  const int64_t converted = ticks_to_ns(end) - ticks_to_ns(begin);
+  const int64_t converted = TickScale::measure().duration_ns(static_cast<int64_t>(end - begin));
   EXPECT_GE(converted, before_end - after_begin - 2000);
   EXPECT_LE(converted, after_end - before_begin + 2000);
 }

@@ -1,0 +1,239 @@
+"""What the engine does when, read from its trace, and what it is given: a plan, a transport."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from toys import batch, mlp
+
+from gpucomm import BucketPlan, Transport, _core
+from gpucomm import DistributedDataParallel as Ours
+
+
+class Staggered(nn.Module):
+    """Gradients become ready in an order that is not that of registration."""
+
+    def __init__(self, order):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in order)
+        self.order = order
+
+    def forward(self, x):
+        for index in self.order:
+            x = torch.tanh(self.layers[index](x))
+        return x
+
+
+def train(ours, rank, iterations, width=16):
+    for iteration in range(iterations):
+        ours.zero_grad()
+        ours(batch(rank, iteration, 4, width)).square().mean().backward()
+
+
+def last_iteration(ours):
+    iteration = ours.reducer.engine.iteration
+    return [event for event in ours.trace() if event.iteration == iteration]
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_bucket_0_is_reducing_before_the_last_gradient_is_ready(transport):
+    def body(rank, world):
+        ours = Ours(mlp(), bucket_cap_mb=0, transport=transport)
+        train(ours, rank, 3, 24)
+        events = last_iteration(ours)
+        last_ready = max(e.begin_ns for e in events if e.kind == "ready")
+        (reduce_0,) = [e for e in events if e.kind == "reduce" and e.id == 0]
+        assert reduce_0.begin_ns < last_ready
+
+    run_ranks(body, 2)
+
+
+def test_each_gradient_is_ready_then_packed_and_its_bucket_reduced_after_its_last_pack():
+    def body(rank, world):
+        ours = Ours(mlp(), bucket_cap_mb=0.003)
+        train(ours, rank, 2, 24)
+        events = last_iteration(ours)
+        packs = {e.id: e for e in events if e.kind == "pack"}
+        readies = {e.id: e for e in events if e.kind == "ready"}
+        reduces = {e.id: e for e in events if e.kind == "reduce"}
+        assert set(packs) == set(readies) == set(range(len(ours.reducer.params)))
+        assert set(reduces) == set(range(len(ours.reducer.plan.buckets)))
+        for index, bucket in enumerate(ours.reducer.plan.buckets):
+            for slot in bucket.slots:
+                assert readies[slot.parameter].begin_ns <= packs[slot.parameter].begin_ns
+                assert packs[slot.parameter].end_ns <= reduces[index].begin_ns
+            assert reduces[index].nbytes == bucket.nbytes
+        begins = [reduces[i].begin_ns for i in range(len(reduces))]
+        assert begins == sorted(begins), "buckets are launched in plan order"
+
+    run_ranks(body, 2)
+
+
+def test_the_plan_follows_rank_0s_ready_order_from_the_second_iteration_on():
+    def body(rank, world):
+        # On rank 1 gradients become ready in another order than on rank 0.
+        ours = Ours(Staggered([2, 0, 3, 1] if rank == 0 else [0, 1, 2, 3]), bucket_cap_mb=0)
+        assert ours.reducer.plan.parameters == [3, 2, 1, 0]
+        train(ours, rank, 2)
+        assert ours.reducer.plan.parameters == [1, 3, 0, 2]
+        hash_then = ours.reducer.plan.layout_hash
+        train(ours, rank, 2)
+        return ours.reducer.plan.layout_hash == hash_then, [p.grad.sum().item() for p in ours.parameters()]
+
+    first, second = run_ranks(body, 2)
+    assert first == second
+    assert first[0]
+
+
+def test_a_plan_that_is_given_is_used_and_kept():
+    def body(rank, world):
+        model = Staggered([2, 0, 3, 1])
+        learned = Ours(copy.deepcopy(model), bucket_cap_mb=0)
+        train(learned, rank, 2)
+        plan = BucketPlan.from_json(learned.reducer.plan.to_json())
+        ours = Ours(copy.deepcopy(model), plan=plan)
+        train(ours, rank, 2)
+        assert ours.reducer.plan == plan
+        for a, b in zip(learned.parameters(), ours.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("wrong", ["missing", "numel", "twice", "unknown"])
+def test_a_plan_of_another_model_is_refused(wrong):
+    def body(rank, world):
+        model = mlp()
+        plan = Ours(copy.deepcopy(model)).reducer.plan.to_json()
+        plan = {
+            "missing": plan.replace('{"parameter": 0,', '{"parameter": 1,', 1),
+            "numel": plan.replace('"numel": 24', '"numel": 25', 1),
+            "twice": plan.replace('{"parameter": 1,', '{"parameter": 0,', 1),
+            "unknown": plan.replace('{"parameter": 0,', '{"parameter": 99,', 1),
+        }[wrong]
+        with pytest.raises(ValueError, match="plan"):
+            Ours(model, plan=BucketPlan.from_json(plan))
+
+    run_ranks(body, 1)
+
+
+class Doubling(Transport):
+    """Stands for two ranks that contribute the same: subclasses in Python are transports like any other."""
+
+    def __init__(self):
+        super().__init__(0, 2)
+        self.log = []
+
+    def name(self):
+        return "doubling"
+
+    def all_reduce(self, x, op):
+        self.log.append(("all_reduce", x.numel()))
+        x.mul_({"sum": 2}[op])
+        return Done()
+
+    def reduce_scatter(self, output, source, op):
+        raise AssertionError("not used by the wrapper")
+
+    def all_gather(self, output, source):
+        output.view(2, -1).copy_(source)
+        return Done()
+
+    def broadcast(self, x, root):
+        self.log.append(("broadcast", x.numel()))
+        return Done()
+
+    def barrier(self):
+        return Done()
+
+
+class Done:
+    def is_completed(self):
+        return True
+
+    def wait(self):
+        pass
+
+
+def test_a_transport_written_in_python_serves_the_wrapper():
+    def body(rank, world):
+        transport = Doubling()
+        plain = mlp()
+        ours = Ours(copy.deepcopy(plain), transport=transport, bucket_cap_mb=0.003)
+        assert ours.transport == "doubling"
+        for iteration in range(3):
+            for model in (plain, ours):
+                model.zero_grad()
+                model(batch(0, iteration, 4, 24)).square().mean().backward()
+            for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+                assert torch.equal(a.grad, b.grad)
+        buckets = ours.reducer.plan.buckets
+        assert transport.log[-len(buckets) :] == [("all_reduce", b.numel) for b in buckets]
+
+    run_ranks(body, 1)
+
+
+def test_nothing_is_allocated_by_the_transport_once_training_runs():
+    class Counting(Doubling):
+        allocations = 0
+
+        def allocate(self, nbytes):
+            Counting.allocations += 1
+            return super().allocate(nbytes)
+
+    def body(rank, world):
+        ours = Ours(mlp(), transport=Counting())
+        train(ours, rank, 3, 24)
+        before = ours.reducer.engine.iteration, [p.grad.data_ptr() for p in ours.parameters()]
+        train(ours, rank, 3, 24)
+        assert before[1] == [p.grad.data_ptr() for p in ours.parameters()]
+        assert ours.reducer.engine.iteration == before[0] + 3
+
+    run_ranks(body, 1)
+
+
+def test_the_trace_keeps_the_latest_events_and_its_capacity():
+    trace = _core.Trace(capacity=64)
+    trace.measure_record_ns(1000)
+    events = trace.events()
+    assert len(events) == 64
+    assert trace.recorded() == 1000
+    assert [e[5] for e in events] == list(range(936, 1000))
+    assert all(e[2] <= e[3] for e in events)
+    trace.clear()
+    assert trace.events() == []
+
+
+def test_loopback_stands_for_equal_ranks_and_takes_the_time_of_its_link():
+    def body(rank, world):
+        plain = mlp()
+        ours = Ours(copy.deepcopy(plain), transport=_core.LoopbackTransport(4, latency_s=0.002))
+        assert ours.transport == "loopback"
+        for model in (plain, ours):
+            model(batch(0, 0, 4, 24)).square().mean().backward()
+        for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+        (reduce_0,) = [e for e in ours.trace() if e.kind == "reduce"]
+        assert reduce_0.end_ns - reduce_0.begin_ns >= 2e6
+
+    run_ranks(body, 1)
+
+
+def test_the_wait_for_a_slow_peer_is_in_the_trace_of_the_one_that_waited():
+    def body(rank, world):
+        ours = Ours(mlp())
+        dist.barrier()
+        if rank == 1:
+            torch.randn(4, 24)
+            import time
+
+            time.sleep(0.2)
+        train(ours, rank, 1, 24)
+        return sum(e.end_ns - e.begin_ns for e in ours.trace() if e.kind == "wait")
+
+    waited, slow = run_ranks(body, 2)
+    assert waited > 1.5e8 > slow
