@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from gpucomm import _core
 from gpucomm.buckets import MIB, BucketPlan
 from gpucomm.communicator import Communicator
+from gpucomm.parameters import ParameterTable
 from gpucomm.reducer import Reducer
 from gpucomm.replicas import broadcast_tensors, check_same_model
 from gpucomm.trace import TraceEvent, read_trace
@@ -91,8 +92,8 @@ class DistributedDataParallel(TorchDDP):
         world = World.of(process_group, timeout)
         self.process_group = world.group
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        named = [(n, p) for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
-        self._module_parameters = [p for _, p in named]
+        table = ParameterTable(module, self.parameters_to_ignore)
+        self._module_parameters = table.params
         _check_module(self._module_parameters, device_ids, output_device)
 
         self.device_ids = None
@@ -118,7 +119,7 @@ class DistributedDataParallel(TorchDDP):
 
         exchange = world.exchange()
         if init_sync:
-            check_same_model([n for n, _ in named], self._module_parameters, world.global_ranks, exchange)
+            check_same_model(table.names, self._module_parameters, world.global_ranks, exchange)
         core_transport = world.connect(transport, exchange)
         stream = _core.InlineStream()
         self._comm = Communicator.over(core_transport, stream)
@@ -127,8 +128,7 @@ class DistributedDataParallel(TorchDDP):
             broadcast_tensors(self._module_parameters, self._comm)
             broadcast_tensors(self.modules_buffers if buffers_too else [], self._comm)
         self.reducer = Reducer(
-            self._module_parameters,
-            [n for n, _ in named],
+            table,
             self._comm,
             stream,
             core_transport,

@@ -21,13 +21,14 @@ from gpucomm.backward import BackwardEnd, queue_at_outermost_end
 from gpucomm.buckets import BucketMemory, BucketPlan, ParameterSpec, allocate_buckets
 from gpucomm.communicator import Communicator
 from gpucomm.errors import CommError, CommTimeout, StepFailed
+from gpucomm.parameters import ParameterTable
 from gpucomm.second_round import SecondRound
 
 
 class Reducer:
     """Owns the engine, the plan, the buckets and the hooks of the parameters of one wrapper.
 
-    params, names: all parameters of the module, each once, the same on every rank. caps: see BucketPlan.build.
+    table: all parameters of the module, the same on every rank. caps: see BucketPlan.build.
     allow_unused: parameters without a gradient are no error. static_graph: which ones have none never changes.
     comm: brings the transport; collectives of the wrapper and of the engine come in one order on its stream.
     plan: a plan to use from the start and to keep; else rebuilt once in the order in which gradients became ready.
@@ -35,8 +36,7 @@ class Reducer:
 
     def __init__(
         self,
-        params: Sequence[torch.nn.Parameter],
-        names: Sequence[str],
+        table: ParameterTable,
         comm: Communicator,
         stream: _core.Stream,
         transport: _core.Transport,
@@ -46,8 +46,9 @@ class Reducer:
         static_graph: bool,
         plan: BucketPlan | None = None,
     ) -> None:
-        self.params = list(params)
-        self.names = list(names)
+        self.table = table
+        self.params = table.params
+        self.names = table.names
         self.comm = comm
         self.transport = transport
         self.caps = list(caps)
@@ -59,7 +60,9 @@ class Reducer:
         self.sync_requested: Callable[[], bool] = lambda: True
 
         if plan is not None:
-            plan.check([ParameterSpec.of(p) for p in self.params], [i for i, p in enumerate(params) if p.requires_grad])
+            plan.check(
+                [ParameterSpec.of(p) for p in self.params], [i for i, p in enumerate(self.params) if p.requires_grad]
+            )
         self._next_plan: BucketPlan | None = plan or self._registration_order_plan()
         self._memories: list[BucketMemory] = []
         self._views: list[torch.Tensor | None] = [None] * len(self.params)
@@ -72,11 +75,14 @@ class Reducer:
         self._usage_error: str | None = None  # raised by the wrapper's next forward
         self._static_usage: list[int] | None = None
         self._warned_forwards = False
-        self._hooks: list[_core.GradHook | None] = []
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks: list[_core.GradHook] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle | None] = []
         self._apply_plan()
-        for index in range(len(self.params)):
-            self._register_hook(index)
+        for index, param in enumerate(self.params):
+            self._hooks.append(self._make_hook(index))
+            self._handles.append(None)
+            self._attach_hook(index, param)
+        table.on_replace = _weakly(self, "_attach_hook")
         self.active = True
         _claim(self)
         _live.add(self)
@@ -88,6 +94,7 @@ class Reducer:
         self._raise_failure()
         if self._usage_error is not None:
             raise RuntimeError(self._usage_error)
+        self.table.refresh()
         if not self.active:
             _claim(self)
 
@@ -102,6 +109,7 @@ class Reducer:
         if not self.active:
             return
         self._raise_failure()
+        self.table.refresh()
         reduce = self.sync_requested() if self._reduce_next is None else self._reduce_next
         if reduce:
             self._apply_plan()
@@ -138,7 +146,7 @@ class Reducer:
                 self._views[slot.parameter] = memory.views.pop(slot.parameter)
                 self._bucket_of[slot.parameter] = index
         for parameter, hook in enumerate(self._hooks):
-            if hook is not None and self._views[parameter] is not None:
+            if self._views[parameter] is not None:
                 hook.set_layout(self._views[parameter])
 
     def _view(self, index: int) -> torch.Tensor:
@@ -164,23 +172,26 @@ class Reducer:
 
     # ---- ready
 
-    def _register_hook(self, index: int) -> None:
-        param = self.params[index]
-        hook = _core.make_grad_hook(
-            self.engine, index, _weakly(self, "_on_first_gradient"), _weakly(self, "_on_other_gradient")
-        )
+    def _make_hook(self, index: int) -> _core.GradHook:
+        first, other = _weakly(self, "_on_first_gradient"), _weakly(self, "_on_other_gradient")
+        hook = _core.make_grad_hook(self.engine, index, first, other)
         if self._views[index] is not None:
             hook.set_layout(self._views[index])
+        return hook
+
+    def _attach_hook(self, index: int, param: torch.nn.Parameter) -> None:
+        """Puts the hook of this index on a parameter, in place of the one that had it before."""
+        old, self._handles[index] = self._handles[index], None
+        if old is not None:
+            old.remove()
         frozen = not param.requires_grad
         if frozen and not (param.is_floating_point() or param.is_complex()):
-            self._hooks.append(None)
-            return
+            return  # it can never have a gradient
         if frozen:
             param.requires_grad_(True)  # a hook can only be registered then
-        self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        self._handles[index] = param.register_post_accumulate_grad_hook(self._hooks[index])
         if frozen:
             param.requires_grad_(False)
-        self._hooks.append(hook)
 
     def _on_other_gradient(self, index: int, param: torch.nn.Parameter) -> None:
         """A gradient that the hook could not simply pack."""
@@ -384,15 +395,18 @@ class Reducer:
 
     def close(self) -> None:
         """Takes the hooks off the parameters and lets go of the transport."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._detach_hooks()
         self.active = False
         self.comm.close()
 
     def __del__(self) -> None:
+        self._detach_hooks()
+
+    def _detach_hooks(self) -> None:
         for handle in getattr(self, "_handles", ()):
-            handle.remove()
+            if handle is not None:
+                handle.remove()
+        self._handles = [None] * len(getattr(self, "_handles", ()))
 
 
 _MEANING = {

@@ -469,6 +469,50 @@ def test_moves_to_another_dtype_and_back_are_reduced():
     run_ranks(body, 2)
 
 
+def test_a_parameter_that_is_replaced_after_wrapping_is_reduced():
+    def body(rank, world):
+        model = mlp()
+        ours = Ours(copy.deepcopy(model))
+        replacements = [
+            lambda m: m.load_state_dict({k: v + 0.5 for k, v in m.state_dict().items()}, assign=True),
+            lambda m: setattr(m[0], "weight", nn.Parameter(m[0].weight.detach() * 2)),
+            lambda m: m.__setitem__(2, copy.deepcopy(m[4])),
+            lambda m: setattr(m[2], "bias", nn.Parameter(m[2].bias.detach().double().float())),
+        ]
+        for iteration, replace in enumerate(replacements):
+            for m in (model, ours.module):
+                replace(m)
+            ours.zero_grad()
+            expected = mean_gradients(model, lambda m, r, i=iteration: m(batch(r, i, 5, 24)).square().mean(), world)
+            # The first time around the wrapper, as scripts do that call a method of the module.
+            (ours.module if iteration == 1 else ours)(batch(rank, iteration, 5, 24)).square().mean().backward()
+            assert_mean(ours, expected)
+        ours.module[0].extra = nn.Parameter(torch.ones(1))
+        ours.module[2] = nn.Sequential(ours.module[2])
+        with pytest.raises(RuntimeError, match=r"parameter '.*' was added to the module after it was wrapped"):
+            ours(batch(rank, 9, 5, 24))
+
+    run_ranks(body, 2)
+
+
+def test_a_conjugated_gradient_is_resolved():
+    def body(rank, world):
+        torch.manual_seed(0)
+        model = nn.ParameterList([nn.Parameter(torch.randn(4, 3, dtype=torch.complex64)), nn.Parameter(torch.randn(1))])
+
+        def loss(params, x):
+            return ((x.to(torch.complex64) @ params[0].conj()).abs() * params[1]).sum()
+
+        ours = Ours(copy.deepcopy(model))
+        for iteration in range(2):
+            ours.zero_grad()
+            expected = mean_gradients(model, lambda m, r, i=iteration: loss(m, batch(r, i, 3, 4)), world)
+            loss(ours.module, batch(rank, iteration, 3, 4)).backward()
+            assert_mean(ours, expected, 1e-5)
+
+    run_ranks(body, 2)
+
+
 def test_mixed_dtypes_complex_and_empty_parameters_keep_theirs():
     class Odd(nn.Module):
         def __init__(self):

@@ -1,0 +1,97 @@
+"""The parameters of a wrapped module: an index for each from construction on, whatever object stands behind its name.
+
+A program may put another Parameter in a parameter's place (assignment, `load_state_dict(assign=True)`, a new
+submodule). Torch tells of each registration; the new object then takes over the index of the old.
+"""
+
+import weakref
+from collections.abc import Callable, Collection
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+_watched: "weakref.WeakSet[ParameterTable]" = weakref.WeakSet()
+
+
+class ParameterTable:
+    """Names and objects of a module's parameters, in registration order, each shared one once.
+
+    ignored: names to leave out. on_replace(index, param) is called when an index gets another object.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
+        named = [(name, p) for name, p in module.named_parameters() if name not in ignored]
+        self.names = [name for name, _ in named]
+        self.params: list[nn.Parameter] = [param for _, param in named]
+        self.on_replace: Callable[[int, nn.Parameter], None] | None = None
+        self._module = module
+        self._ignored = frozenset(ignored)
+        self._changed = False
+        self._find_places()
+        _watched.add(self)
+
+    def _find_places(self) -> None:
+        """Under which modules and names each object is registered; modules are held, so that their ids stay theirs."""
+        index_of = {id(param): index for index, param in enumerate(self.params)}
+        self._modules = list(self._module.modules())
+        self._places = {
+            (id(module), name): index_of[id(param)]
+            for module in self._modules
+            for name, param in module._parameters.items()
+            if id(param) in index_of
+        }
+
+    def note_parameter(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
+        """A parameter was registered somewhere: if in one of our places, it takes over at once."""
+        index = self._places.get((id(module), name))
+        if index is not None and param is not self.params[index]:
+            self._changed = True
+            self._replace(index, param)
+
+    def note_module(self, parent: nn.Module) -> None:
+        """A submodule was registered somewhere: if below ours, its parameters are looked up by refresh()."""
+        self._changed = self._changed or any(module is parent for module in self._modules)
+
+    def refresh(self) -> None:
+        """Brings names and objects together again if something changed; cheap if not.
+
+        Raises RuntimeError for a parameter that was not there at construction: it has no index on other ranks.
+        """
+        if not self._changed:
+            return
+        index_of = {name: index for index, name in enumerate(self.names)}
+        ours = set(map(id, self.params))
+        for name, param in self._module.named_parameters():
+            if name in self._ignored:
+                continue
+            index = index_of.get(name)
+            if index is not None and param is not self.params[index]:
+                self._replace(index, param)
+            elif index is None and id(param) not in ours:
+                raise RuntimeError(
+                    f"parameter '{name}' was added to the module after it was wrapped, its gradient would not be "
+                    "reduced: wrap the module again"
+                )
+        self._find_places()
+        self._changed = False
+
+    def _replace(self, index: int, param: nn.Parameter) -> None:
+        self.params[index] = param
+        if self.on_replace is not None:
+            self.on_replace(index, param)
+
+
+def _on_parameter(module: nn.Module, name: str, param: torch.Tensor | None) -> None:
+    if isinstance(param, nn.Parameter):
+        for table in list(_watched):
+            table.note_parameter(module, name, param)
+
+
+def _on_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    for table in list(_watched):
+        table.note_module(module)
+
+
+torch_module.register_module_parameter_registration_hook(_on_parameter)
+torch_module.register_module_module_registration_hook(_on_module)
