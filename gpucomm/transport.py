@@ -221,7 +221,7 @@ class C10dTransport(Transport):
     def _others(self) -> list[int]:
         return [self._global_ranks[r] for r in range(self.size) if r != self.rank]
 
-    def _answer_roll_call(self, words: str) -> "dist.TCPStore | None":
+    def _answer_roll_call(self, words: str) -> "distributed_c10d.Store | None":
         store = distributed_c10d._get_process_group_store(self.group)
         try:
             store.set(f"{self._key}/{self.rank}", words)
@@ -229,7 +229,7 @@ class C10dTransport(Transport):
             return None  # the store went with its host
         return store
 
-    def _heard(self, store: "dist.TCPStore") -> dict[int, str]:
+    def _heard(self, store: "distributed_c10d.Store") -> dict[int, str]:
         """What the peers said so far, by rank."""
         said: dict[int, str] = {}
         for rank in range(self.size):
