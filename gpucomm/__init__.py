@@ -13,11 +13,13 @@ from gpucomm.errors import (
     StepFailed,
     TransportUnavailable,
 )
+from gpucomm.trainer import CheckpointError, Trainer
 from gpucomm.transport import Transport
 from gpucomm.version import __version__
 
 __all__ = [
     "BucketPlan",
+    "CheckpointError",
     "CollectiveMismatch",
     "CommError",
     "CommTimeout",
@@ -27,6 +29,7 @@ __all__ = [
     "ModelsDiffer",
     "PeerFailed",
     "StepFailed",
+    "Trainer",
     "Transport",
     "TransportUnavailable",
     "__version__",

@@ -19,19 +19,35 @@ _BUCKET_ALIGNMENT = 4096
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What planning needs to know of a parameter's gradient. dtype: that of its elements, complex ones as pairs."""
+    """A parameter as planning sees it: what its gradient is like. strides: in elements, those of a dense tensor."""
 
-    numel: int
-    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    tensor_dtype: torch.dtype
 
     @classmethod
     def of(cls, param: torch.Tensor) -> "ParameterSpec":
-        pair = 2 if param.dtype.is_complex else 1
-        return cls(param.numel() * pair, param.dtype.to_real() if pair == 2 else param.dtype)
+        strides = param.stride() if is_dense(param) else contiguous_strides(param.shape)
+        return cls(param.shape, tuple(strides), param.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the elements in a bucket: a complex number is a pair of real ones there."""
+        return self.tensor_dtype.to_real() if self.tensor_dtype.is_complex else self.tensor_dtype
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel() * (2 if self.tensor_dtype.is_complex else 1)
 
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    def view(self, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
+        """A tensor like the gradient, `offset` elements of the bucket into its storage."""
+        # Made with set_, not as an autograd view, so that detach_() works on a gradient.
+        at = offset // (2 if self.tensor_dtype.is_complex else 1)
+        return torch.empty(0, dtype=self.tensor_dtype).set_(storage, at, self.shape, self.strides)
 
 
 @dataclass(frozen=True)
@@ -124,18 +140,12 @@ class BucketPlan:
 class BucketMemory:
     """The memory of one bucket and the views of its slots, each shaped and strided like its parameter."""
 
-    def __init__(self, bucket: Bucket, memory: _core.Memory, params: Sequence[torch.Tensor]) -> None:
+    def __init__(self, bucket: Bucket, memory: _core.Memory, specs: Sequence[ParameterSpec]) -> None:
         self.memory = memory
         self.flat = flat_tensor(memory, getattr(torch, bucket.dtype), bucket.numel)
         self._storage = self.flat.untyped_storage()
-        self.views = {slot.parameter: self._view(slot, params[slot.parameter]) for slot in bucket.slots}
+        self.views = {slot.parameter: specs[slot.parameter].view(self._storage, slot.offset) for slot in bucket.slots}
         self._uses = self._use_count()
-
-    def _view(self, slot: Slot, param: torch.Tensor) -> torch.Tensor:
-        # Made with set_, not as an autograd view, so that detach_() works on a gradient.
-        pair = 2 if param.dtype.is_complex else 1
-        strides = param.stride() if is_dense(param) else contiguous_strides(param.shape)
-        return torch.empty(0, dtype=param.dtype).set_(self._storage, slot.offset // pair, param.shape, strides)
 
     def _use_count(self) -> int:
         return torch._C._storage_Use_Count(self._storage._cdata)

@@ -162,7 +162,8 @@ class DistributedDataParallel(TorchDDP):
     def _post_forward(self, output: Any) -> Any:
         if torch.is_grad_enabled():
             self.reducer.after_forward(reduce=self.require_backward_grad_sync)
-        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+            # Left alone by an evaluation: one rank's would make its buffers' next broadcast differ from its peers'.
+            self.require_forward_param_sync = self.require_backward_grad_sync
         return output
 
     # ---- buffers

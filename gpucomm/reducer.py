@@ -61,7 +61,7 @@ class Reducer:
         self._next_plan: BucketPlan | None = plan or self._registration_order_plan()
         self._memories: list[BucketMemory] = []
         self._views: list[torch.Tensor | None] = [None] * len(self.params)
-        self._second_round = SecondRound(self)
+        self._second_round = SecondRound()
         self._kept: dict[int, torch.Tensor] = {}  # .grad of parameters that nobody may have used this time
         self._backwards = 0  # since the last reduction, local ones too
         self._forwards = 0  # training forwards of the wrapper since then
@@ -116,8 +116,9 @@ class Reducer:
         if plan is None:
             return
         self.plan = plan
+        self._specs = [ParameterSpec.of(p) for p in self.params]
         self._memories = [
-            BucketMemory(bucket, memory, self.params)
+            BucketMemory(bucket, memory, self._specs)
             for bucket, memory in zip(plan.buckets, allocate_buckets(plan, self.transport), strict=True)
         ]
         self._set_plan()
@@ -153,7 +154,7 @@ class Reducer:
         stale.update(i for i, memory in enumerate(self._memories) if memory.aliased())
         for index in stale:
             bucket = self.plan.buckets[index]
-            memory = BucketMemory(bucket, self.transport.allocate(max(bucket.nbytes, 1)), self.params)
+            memory = BucketMemory(bucket, self.transport.allocate(max(bucket.nbytes, 1)), self._specs)
             self.engine.replace_memory(index, memory.memory)
             for parameter in list(memory.views):
                 self._views[parameter] = memory.views.pop(parameter)
@@ -274,8 +275,18 @@ class Reducer:
             )
         indices = verdict.second_round()
         if indices:
-            self._second_round.run(indices)
+            self._second_round.run(self, indices)
             self._next_plan = self._plan_with(indices)
+
+    def add_mean(self, index: int, mean: torch.Tensor) -> None:
+        """The second round's mean of a parameter: added to its slot, or its gradient where no slot fits."""
+        view = self._views[index]
+        if view is not None and view.shape == mean.shape and view.dtype == mean.dtype:
+            view.add_(mean)
+        elif view is not None:
+            self._views[index] = mean.clone()  # installed in place of the slot's, which holds zeros of another kind
+        else:
+            self.params[index].grad = mean.clone()
 
     def _check_usage(self, verdict: _core.Verdict) -> None:
         """Parameters that got no gradient on some rank: an error in the next forward unless that was announced."""

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 class SecondRound:
     """What this rank has for the second round of an iteration, and the round itself."""
 
-    def __init__(self, reducer: "Reducer") -> None:
-        self._reducer = reducer
+    def __init__(self) -> None:
         self._grads: dict[int, torch.Tensor] = {}
 
     def add(self, parameter: int, grad: torch.Tensor) -> None:
@@ -30,40 +29,30 @@ class SecondRound:
     def clear(self) -> None:
         self._grads.clear()
 
-    def run(self, parameters: list[int]) -> None:
+    def run(self, reducer: "Reducer", parameters: list[int]) -> None:
         """Reduces the union of what all ranks asked for; collective, after the buckets are reduced.
 
-        Adds the mean to the slot's view where the parameter has one that fits, else leaves it as its `.grad`.
+        The reducer adds the means to what it reduced.
         Raises StepFailed on every rank if a parameter's shape or dtype differs between ranks.
         """
-        reducer = self._reducer
         layout = [(tuple(reducer.params[i].shape), reducer.params[i].dtype) for i in parameters]
-        self._check_layout(parameters, layout)
+        _check_layout(reducer, parameters, layout)
         for dtype in sorted({dtype for _, dtype in layout}, key=str):
             members = [i for i, (_, d) in zip(parameters, layout, strict=True) if d == dtype]
             parts = [self._grads.get(i, torch.zeros(reducer.params[i].shape, dtype=dtype)) for i in members]
             flat = torch.cat([part.to(dtype).reshape(-1) for part in parts])
             reducer.comm.all_reduce(torch.view_as_real(flat) if dtype.is_complex else flat, "avg")
             for i, mean in zip(members, flat.split([part.numel() for part in parts]), strict=True):
-                self._unpack(i, mean.view(reducer.params[i].shape))
+                reducer.add_mean(i, mean.view(reducer.params[i].shape))
 
-    def _unpack(self, parameter: int, mean: torch.Tensor) -> None:
-        param, view = self._reducer.params[parameter], self._reducer._views[parameter]
-        if view is not None and view.shape == mean.shape and view.dtype == mean.dtype:
-            view.add_(mean)
-        elif view is not None:
-            # The slot (of another dtype or shape) cannot be the gradient; its zeros stay behind.
-            self._reducer._views[parameter] = mean.clone()
-        else:
-            param.grad = mean.clone()
 
-    def _check_layout(self, parameters: list[int], layout: list) -> None:
-        everything = [pickle.loads(text) for text in self._reducer.comm.all_gather_bytes(pickle.dumps(layout))]
-        for rank, theirs in enumerate(everything):
-            for i, a, b in zip(parameters, everything[0], theirs, strict=True):
-                if a != b:
-                    name = self._reducer.transport.global_rank
-                    raise StepFailed(
-                        f"parameter '{self._reducer.names[i]}' is {a[1]} {list(a[0])} on rank {name(0)} and "
-                        f"{b[1]} {list(b[0])} on rank {name(rank)}"
-                    )
+def _check_layout(reducer: "Reducer", parameters: list[int], layout: list) -> None:
+    everything = [pickle.loads(text) for text in reducer.comm.all_gather_bytes(pickle.dumps(layout))]
+    for rank, theirs in enumerate(everything):
+        for i, a, b in zip(parameters, everything[0], theirs, strict=True):
+            if a != b:
+                name = reducer.transport.global_rank
+                raise StepFailed(
+                    f"parameter '{reducer.names[i]}' is {a[1]} {list(a[0])} on rank {name(0)} and "
+                    f"{b[1]} {list(b[0])} on rank {name(rank)}"
+                )

@@ -6,7 +6,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -221,7 +221,7 @@ class C10dTransport(Transport):
     def _others(self) -> list[int]:
         return [self._global_ranks[r] for r in range(self.size) if r != self.rank]
 
-    def _answer_roll_call(self, words: str) -> "distributed_c10d.Store | None":
+    def _answer_roll_call(self, words: str) -> Any:
         store = distributed_c10d._get_process_group_store(self.group)
         try:
             store.set(f"{self._key}/{self.rank}", words)
@@ -229,7 +229,7 @@ class C10dTransport(Transport):
             return None  # the store went with its host
         return store
 
-    def _heard(self, store: "distributed_c10d.Store") -> dict[int, str]:
+    def _heard(self, store: Any) -> dict[int, str]:
         """What the peers said so far, by rank."""
         said: dict[int, str] = {}
         for rank in range(self.size):

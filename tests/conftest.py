@@ -6,4 +6,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
+# Imported by the first forward of stock DDP: once here, not in each forked rank.
+import torch._dynamo
+
 torch.set_num_threads(1)

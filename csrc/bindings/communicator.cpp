@@ -134,6 +134,11 @@ bool parse_flag(PyObject* flag) {
 HostArray contiguous_array(const char* what, PyObject* object) {
   HostArray array;
   if (!read_host_array(object, &array, nullptr)) throw py::error_already_set();
+  if (array.may_have_lazy_sign) {
+    const int lazy = has_lazy_sign(object);
+    if (lazy < 0) throw py::error_already_set();
+    if (lazy > 0) throw UsageError(std::string(what) + " is a conjugated or negated view: call resolve_conj()");
+  }
   if (!array.contiguous) throw UsageError(std::string(what) + " is not contiguous in memory");
   return array;
 }

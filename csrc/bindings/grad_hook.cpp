@@ -66,7 +66,7 @@ PyObject* grad_hook_call(PyObject* object, PyObject* const* args, size_t nargsf,
   HostArray array;
   Layout layout;
   if (grad == Py_None || !read_exchange_array(grad, &array, &layout) || array.dtype != slot.dtype ||
-      array.numel != slot.numel || !(layout == self->layout)) {
+      array.numel != slot.numel || array.may_have_lazy_sign || !(layout == self->layout)) {
     Py_DECREF(grad);
     return call_other(self, param);
   }

@@ -116,6 +116,7 @@ void fill(const dlpack::Tensor& tensor, int per_element, HostArray* array, Layou
     }
   }
   array->numel = numel;
+  array->may_have_lazy_sign = per_element == 2 || numel == 1;
   array->contiguous = contiguous || numel == 0;
   array->dense = array->contiguous || is_dense(*layout);
 }
@@ -194,6 +195,18 @@ void refuse_unexported(PyObject* object) {
 }
 
 }  // namespace
+
+int has_lazy_sign(PyObject* object) {
+  for (const char* bit : {"is_conj", "is_neg"}) {
+    if (!PyObject_HasAttrString(object, bit)) continue;
+    PyObject* set = PyObject_CallMethod(object, bit, nullptr);
+    if (!set) return -1;
+    const int value = PyObject_IsTrue(set);
+    Py_DECREF(set);
+    if (value != 0) return value;
+  }
+  return 0;
+}
 
 bool read_exchange_array(PyObject* object, HostArray* array, Layout* layout) {
   const dlpack::ExchangeApi* api = find_api(Py_TYPE(object));

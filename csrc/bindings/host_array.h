@@ -18,6 +18,9 @@ struct HostArray {
   size_t numel = 0;    // of dtype: a complex array has two float elements for each of its own
   bool dense = false;  // its elements fill one gapless stretch of memory in some order
   bool contiguous = false;
+  // What lies in memory may be the conjugate or negative of the values (lazy conj and neg views of torch): see
+  // has_lazy_sign(). A real tensor with more than one element would then not be dense.
+  bool may_have_lazy_sign = false;
 };
 
 inline constexpr int kMaxDims = 16;
@@ -41,6 +44,9 @@ struct Layout {
 // for an object that is no array or has a dtype without a counterpart here, ValueError for memory that is not the
 // host's or is read-only. `layout` may be null.
 bool read_host_array(PyObject* object, HostArray* array, Layout* layout);
+
+// True if the object is a torch tensor whose memory holds the conjugate or the negative of its values. -1: error set.
+int has_lazy_sign(PyObject* object);
 
 // The fast path alone: true if the type carries the exchange table and everything fits. False without a Python error.
 bool read_exchange_array(PyObject* object, HostArray* array, Layout* layout);

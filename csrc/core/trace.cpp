@@ -1,6 +1,7 @@
 #include "core/trace.h"
 
 #include <algorithm>
+#include <bit>
 
 namespace gpucomm {
 
@@ -18,9 +19,15 @@ std::vector<TraceEvent> Trace::snapshot() const {
   events.reserve(end - begin);
   for (uint64_t at = begin; at < end; ++at) {
     const Slot& slot = slots_[at & mask_];
-    Words words;
-    for (size_t i = 0; i < words.size(); ++i) words[i] = slot[i].load(std::memory_order_acquire);
-    events.push_back(std::bit_cast<TraceEvent>(words));
+    TraceEvent event;
+    event.begin_ticks = slot.begin_ticks.load(std::memory_order_acquire);
+    event.end_ticks = slot.end_ticks.load(std::memory_order_acquire);
+    event.bytes = slot.bytes.load(std::memory_order_acquire);
+    const uint64_t label = slot.label.load(std::memory_order_acquire);
+    event.id = static_cast<int32_t>(label);
+    event.kind = static_cast<TraceKind>(label >> 32 & 0xffff);
+    event.iteration = static_cast<uint16_t>(label >> 48);
+    events.push_back(event);
   }
   // Writers went on meanwhile: what they have claimed since may be half written.
   const uint64_t claimed = recorded();

@@ -1,9 +1,7 @@
 // The trace: a fixed ring of events, always on. Writing one costs two counter reads and a 32-byte store.
 #pragma once
 
-#include <array>
 #include <atomic>
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -42,11 +40,14 @@ class Trace {
   void record(TraceKind kind, int32_t id, uint64_t begin_ticks, uint64_t end_ticks, uint64_t bytes,
               uint64_t iteration) noexcept {
     const uint64_t at = next_.fetch_add(1, std::memory_order_relaxed);
-    const TraceEvent event = {begin_ticks, end_ticks, bytes, id, kind, static_cast<uint16_t>(iteration)};
-    const Words words = std::bit_cast<Words>(event);
     Slot& slot = slots_[at & mask_];
     // Release, with the acquire in snapshot(): a reader that sees a word of this event also sees its claim in next_.
-    for (size_t i = 0; i < words.size(); ++i) slot[i].store(words[i], std::memory_order_release);
+    slot.begin_ticks.store(begin_ticks, std::memory_order_release);
+    slot.end_ticks.store(end_ticks, std::memory_order_release);
+    slot.bytes.store(bytes, std::memory_order_release);
+    slot.label.store(
+        static_cast<uint32_t>(id) | static_cast<uint64_t>(kind) << 32 | static_cast<uint64_t>(iteration) << 48,
+        std::memory_order_release);
   }
 
   // Oldest first; at most capacity events.
@@ -55,8 +56,12 @@ class Trace {
   void clear() noexcept { next_.store(0, std::memory_order_relaxed); }
 
  private:
-  using Words = std::array<uint64_t, sizeof(TraceEvent) / sizeof(uint64_t)>;
-  using Slot = std::array<std::atomic<uint64_t>, sizeof(TraceEvent) / sizeof(uint64_t)>;
+  // An event in words that can be written and read at the same time.
+  struct Slot {
+    std::atomic<uint64_t> begin_ticks, end_ticks, bytes;
+    std::atomic<uint64_t> label;  // id, kind and iteration, from the low bits up
+  };
+  static_assert(sizeof(Slot) == sizeof(TraceEvent));
 
   std::unique_ptr<Slot[]> slots_;
   uint64_t mask_;

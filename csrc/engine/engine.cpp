@@ -100,11 +100,7 @@ void Engine::complete(int32_t parameter, const void* grad, DType grad_dtype) {
 
 void Engine::mark_packed(int32_t parameter) {
   const Slot& slot = slots_[static_cast<size_t>(parameter)];
-  if (pack_scale_ != 1.0) codec_->pack(slot.address, slot.dtype, slot.address, slot.dtype, slot.numel, pack_scale_);
-  used_.set(static_cast<size_t>(parameter));
-  ready_order_.push_back(parameter);
-  count_down(parameter);
-  launch_full_buckets();
+  mark_ready(parameter, slot.address, slot.dtype);
 }
 
 void Engine::request_second_round(int32_t parameter) {

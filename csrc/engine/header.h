@@ -52,7 +52,7 @@ struct Verdict {
   Bitmap used_by_all;    // on every rank
   Bitmap second_round;   // on any rank
   bool all_used = true;  // every parameter with a slot was used on every rank
-  bool agreed = true;    // iteration, layout_hash, backwards and forwards equal; nobody failed or asks for a second round
+  bool agreed = true;  // iteration, layout_hash, backwards and forwards equal; nobody failed or asks for a second round
 
   explicit Verdict(size_t parameters) : used(parameters), used_by_all(parameters), second_round(parameters) {}
 };

@@ -63,7 +63,7 @@ inline uint16_t float_to_bfloat(float value) {
   const uint32_t bits = bits_of(value);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const uint32_t nan = (bits >> 16) | 0x40u;
-  return static_cast<uint16_t>(static_cast<int32_t>(bits & 0x7fffffffu) > kFloatInfinity ? nan : rounded);
+  return static_cast<uint16_t>(value != value ? nan : rounded);
 }
 
 }  // namespace

@@ -183,6 +183,13 @@ struct Reduce {
     }
   }
 
+  // Not inlined: GCC would interleave the loops over sources and over elements and lose the vectors (a fifth of the
+  // speed from six sources on).
+  [[gnu::noinline]] static void accumulate(Accumulator* sum, const Storage* next, size_t numel, Accumulator scale) {
+#pragma GCC ivdep
+    for (size_t i = 0; i < numel; ++i) sum[i] = Reduction::combine(sum[i], Reduction::contribution(next[i], scale));
+  }
+
   // Three sources or more, at most kBlockNumel elements.
   static void block(const void* const* src, int src_count, size_t begin, Storage* out, size_t numel,
                     Accumulator scale) {
@@ -193,13 +200,7 @@ struct Reduce {
     for (size_t i = 0; i < numel; ++i) {
       sum[i] = Reduction::combine(Reduction::contribution(a[i], scale), Reduction::contribution(b[i], scale));
     }
-    for (int s = 2; s < src_count - 1; ++s) {
-      const Storage* next = static_cast<const Storage*>(src[s]) + begin;
-#pragma GCC ivdep
-      for (size_t i = 0; i < numel; ++i) {
-        sum[i] = Reduction::combine(sum[i], Reduction::contribution(next[i], scale));
-      }
-    }
+    for (int s = 2; s < src_count - 1; ++s) accumulate(sum, static_cast<const Storage*>(src[s]) + begin, numel, scale);
     const Storage* last = static_cast<const Storage*>(src[src_count - 1]) + begin;
 #pragma GCC ivdep
     for (size_t i = 0; i < numel; ++i) {
@@ -245,7 +246,7 @@ struct Widened {
       for (size_t i = 0; i < count; ++i) sum[i] *= float_scale;
       for (int s = 1; s < src_count; ++s) {
         widen_halves(next, static_cast<const uint16_t*>(src[s]) + begin, count);
-        for (size_t i = 0; i < count; ++i) sum[i] = Reduction::combine(sum[i], next[i] * float_scale);
+        Reduce<Reduction>::accumulate(sum, next, count, float_scale);
       }
       uint16_t* out = static_cast<uint16_t*>(dst[0]) + begin;
       narrow_to_halves(out, sum, count);

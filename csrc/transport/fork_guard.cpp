@@ -16,6 +16,7 @@ const volatile unsigned char* page_wiped_on_fork() {
       munmap(address, bytes);
       return nullptr;
     }
+    *static_cast<volatile unsigned char*>(address) = 1;
     return static_cast<unsigned char*>(address);
   }
   ();
@@ -24,14 +25,9 @@ const volatile unsigned char* page_wiped_on_fork() {
 
 }  // namespace
 
-// A child that constructs a guard of its own sees the parent's wiped page; its guard then compares process ids.
+// The page tells children of the process that made it; a guard that a child makes compares process ids.
 ForkGuard::ForkGuard() : here_(page_wiped_on_fork()), pid_(getpid()) {
-  static const pid_t loaded_in = getpid();
-  if (here_ != nullptr && loaded_in == pid_) {
-    *const_cast<volatile unsigned char*>(here_) = 1;
-  } else {
-    here_ = nullptr;
-  }
+  if (here_ != nullptr && *here_ == 0) here_ = nullptr;
 }
 
 bool ForkGuard::forked() const { return here_ != nullptr ? *here_ == 0 : getpid() != pid_; }

@@ -9,8 +9,8 @@
 // What the share is follows from ALL descriptors, so all ranks decide alike:
 //   gather   every rank reads every contribution and makes its whole output itself. Contributions lie in descriptors,
 //            data slots or heaps; only a rank whose heap is being read waits for its peers' done.
-//   push     all_reduce with a contribution in a heap: rank r reduces slice r of all contributions, in rank order, and
-//            writes it into all of them; complete when all are done.
+//   push     all_reduce of more than a little, or with a contribution in a heap: rank r reduces slice r of all
+//            contributions, in rank order, and writes it into all of them; complete when all are done.
 //   staged   a contribution is in ordinary memory and too large for a data slot: shm_staging.h.
 #pragma once
 
@@ -35,6 +35,8 @@ class Collectives final : private Waiter::Watch {
   uint64_t begin(const Collective& collective);
   // Does what can be done without waiting. Throws if this rank or, for a collective that differs, the world has failed.
   void progress();
+  // Blocks until the operation is complete.
+  void finish(uint64_t number);
   bool complete(uint64_t number) const { return completed_ >= number; }
   bool idle() const { return completed_ == begun_; }
   // Blocks until progress() may get further. Throws CommTimeout, PeerFailed, or what the interrupt check raised.
@@ -59,6 +61,7 @@ class Collectives final : private Waiter::Watch {
   Operation& operation(uint64_t number) { return operations_[number & (operations_.size() - 1)]; }
   Descriptor& descriptor(int rank, uint64_t number) const { return blocks_[rank]->ring[number % kRingSize]; }
   void grow();
+  void step();  // progress() without the bell
   void ensure_usable();
 
   void publish_pending();
@@ -76,7 +79,9 @@ class Collectives final : private Waiter::Watch {
 
   void ring();
   Blocker head_blocker();
+  bool misses(int rank) const;  // in the wait that is going on
   void examine(bool slice_over) override;
+  void check_deadline();
   void interrupted() noexcept override;
   std::string describe(uint64_t number) const;
 

@@ -32,14 +32,17 @@ void Failures::record(FailureKind kind, const std::vector<int>& culprits, const 
     const size_t length = std::min(reason.size(), sizeof record.reason - 1);
     std::memcpy(record.reason, reason.data(), length);
     record.reason[length] = 0;
-    // Release: partners are the acquire loads in failed() and adopt_from_peers().
+    // Release: partners is the acquire load in adopt().
     record.recorded.store(1, std::memory_order_release);
   }
-  wake_everybody();
+  alarm_everybody();
 }
 
-void Failures::wake_everybody() noexcept {
-  for (ControlBlock* block : blocks_) block->bell.wake();
+void Failures::alarm_everybody() noexcept {
+  for (ControlBlock* block : blocks_) {
+    block->failure.alarm.store(1, std::memory_order_release);  // partner: check()
+    block->bell.wake();
+  }
 }
 
 void Failures::rethrow() const {
@@ -60,11 +63,12 @@ void Failures::rethrow() const {
   throw CommTimeout(missing, timeout_s_, record.reason);
 }
 
-void Failures::adopt_from_peers() {
+void Failures::adopt() {
+  // The own verdict stands once there is one.
+  if (blocks_[rank_]->failure.recorded.load(std::memory_order_acquire) != 0) rethrow();
   for (int peer = 0; peer < static_cast<int>(blocks_.size()); ++peer) {
     const FailureRecord& theirs = blocks_[peer]->failure;
     if (theirs.recorded.load(std::memory_order_acquire) == 0) continue;
-    if (peer == rank_) rethrow();
     const std::vector<int> culprits = culprits_of(theirs, static_cast<int>(blocks_.size()));
     const bool blames_us = std::find(culprits.begin(), culprits.end(), rank_) != culprits.end();
     if (theirs.kind == FailureKind::kAborted) {

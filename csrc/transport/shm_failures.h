@@ -16,16 +16,14 @@ class Failures {
  public:
   Failures(const std::vector<ControlBlock*>& blocks, int rank, std::vector<int> global_ranks, double timeout_s);
 
-  bool failed() const {
-    // Acquire: partner is the release in record(), possibly on another thread.
-    return blocks_[rank_]->failure.recorded.load(std::memory_order_acquire) != 0;
+  // Throws if any rank has given up: this one does too, then. The same failure each time.
+  void check() {
+    // Acquire: partner is the release in alarm_everybody(); the failure that it announces is visible then.
+    if (blocks_[rank_]->failure.alarm.load(std::memory_order_acquire) != 0) adopt();
   }
-  // Throws the recorded failure; the same one each time. Call only if failed().
-  [[noreturn]] void rethrow() const;
-  // If a peer has given up, this rank does too, and throws.
-  void adopt_from_peers();
+  bool failed() const { return blocks_[rank_]->failure.alarm.load(std::memory_order_acquire) != 0; }
 
-  // Each records (unless there is a failure already), wakes everybody and throws what is recorded.
+  // Each records (unless there is a failure already), alarms everybody and throws what is recorded.
   [[noreturn]] void peer_failed(int culprit, const std::string& reason);
   [[noreturn]] void timed_out(const std::vector<int>& missing, const std::string& what);
   [[noreturn]] void mismatch(const std::string& difference);
@@ -33,9 +31,11 @@ class Failures {
   void abort(const std::string& reason) noexcept;
 
   int global(int rank) const { return global_ranks_.empty() ? rank : global_ranks_[static_cast<size_t>(rank)]; }
-  void wake_everybody() noexcept;
 
  private:
+  void adopt();
+  [[noreturn]] void rethrow() const;
+  void alarm_everybody() noexcept;
   void record(FailureKind kind, const std::vector<int>& culprits, const std::string& reason) noexcept;
 
   std::vector<ControlBlock*> blocks_;

@@ -1,6 +1,7 @@
 // What lies in a rank's shared region, in this order: control block, data slots, staging, heap.
 //
-// Every counter has one writer, the region's owner, only grows, and stands on cache lines of its own.
+// Every counter has one writer, the region's owner (bell and alarm: everybody), only grows, and stands on cache lines
+// of its own.
 #pragma once
 
 #include <atomic>
@@ -57,6 +58,7 @@ struct alignas(kLine) Descriptor {
 enum class FailureKind : uint32_t { kAborted, kMismatch, kPeerFailed, kTimeout };
 
 struct FailureRecord {
+  std::atomic<uint32_t> alarm{0};     // set by any rank after it recorded a failure of its own
   std::atomic<uint32_t> recorded{0};  // release, after the rest
   FailureKind kind;
   uint64_t culprits[kMaxRanks / 64];  // kPeerFailed, kTimeout: bit per rank

@@ -47,8 +47,7 @@ void ShmTransport::start(const Collective& collective, Stream& stream) {
 void ShmTransport::run(const Collective& collective, Stream& stream) {
   if (!collectives_->idle() || !stream.query(stream.record())) return Transport::run(collective, stream);
   check(collective);
-  const uint64_t number = collectives_->begin(collective);
-  for (collectives_->progress(); !collectives_->complete(number); collectives_->progress()) collectives_->block();
+  collectives_->finish(collectives_->begin(collective));
 }
 
 void ShmTransport::abort(const std::string& reason) noexcept { collectives_->abort(reason); }

@@ -7,6 +7,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <climits>
 
 #include "transport/cpu_pause.h"
@@ -75,12 +76,16 @@ void Bell::wake() {
 Waiter::Waiter(Embedder* embedder, bool crowded)
     : embedder_(embedder), pauses_(crowded ? 4 : 40), yields_(crowded ? 8 : 20) {}
 
-bool Waiter::spin(const std::atomic<uint64_t>& counter, uint64_t target) const {
-  for (int i = 0; i < pauses_; ++i) {
+bool Waiter::spin(const std::atomic<uint64_t>& counter, uint64_t target, int pauses) {
+  for (int i = 0; i < pauses; ++i) {
     if (reached(counter, target)) return true;
     cpu_pause();
   }
   return reached(counter, target);
+}
+
+bool Waiter::spin_briefly(const std::atomic<uint64_t>& counter, uint64_t target) const {
+  return spin(counter, target, std::min(pauses_, 6));
 }
 
 bool Waiter::yield(const std::atomic<uint64_t>& counter, uint64_t target) const {
@@ -102,7 +107,7 @@ void Waiter::check_interrupt(Watch& watch) {
 }
 
 void Waiter::wait(Bell& bell, const std::atomic<uint64_t>& counter, uint64_t target, Watch& watch) {
-  if (spin(counter, target)) return;
+  if (spin(counter, target, pauses_)) return;
   BlockingStretch stretch(embedder_);
   if (yield(counter, target)) return;
   const timespec slice{0, kSliceMs * 1000000L};

@@ -47,11 +47,14 @@ class Waiter {
   // bell: the one that the counter's writer rings.
   void wait(Bell& bell, const std::atomic<uint64_t>& counter, uint64_t target, Watch& watch);
 
+  // A few polls, a fraction of a microsecond; true if the counter came.
+  bool spin_briefly(const std::atomic<uint64_t>& counter, uint64_t target) const;
+
   // Longest time between two looks at the watch.
   static constexpr int kSliceMs = 50;
 
  private:
-  bool spin(const std::atomic<uint64_t>& counter, uint64_t target) const;
+  static bool spin(const std::atomic<uint64_t>& counter, uint64_t target, int pauses);
   bool yield(const std::atomic<uint64_t>& counter, uint64_t target) const;
   void check_interrupt(Watch& watch);
 

@@ -1,0 +1,656 @@
+"""DistributedDataParallel against stock DDP, step by step and bit by bit, and what stock gets wrong."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from toys import ConvNet, Recurrent, TiedEmbedding, TwoHeads, batch, mlp
+from ranks import RanksFailed, run_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gpucomm import DistributedDataParallel as Ours
+
+Stock = nn.parallel.DistributedDataParallel
+TRANSPORTS = ["shm", "c10d"]
+
+
+def mean_gradients(model, loss_of, world):
+    """The gradients that data parallel has to give: loss_of(copy, rank), averaged over the ranks."""
+    total = {}
+    for rank in range(world):
+        replica = copy.deepcopy(model)
+        replica.zero_grad()
+        loss_of(replica, rank).backward()
+        for name, param in replica.named_parameters():
+            if param.grad is not None:
+                total[name] = total.get(name, 0) + param.grad / world
+    return total
+
+
+def assert_mean(ddp, expected, tolerance=1e-6):
+    for name, param in ddp.module.named_parameters():
+        if name in expected:
+            assert param.grad is not None, name
+            torch.testing.assert_close(param.grad, expected[name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+def same_on_all_ranks(tensors):
+    for tensor in tensors:
+        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, tensor.detach().contiguous())
+        assert all(torch.equal(other, gathered[0]) for other in gathered)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("make", [mlp, ConvNet, TiedEmbedding, Recurrent], ids=lambda m: m.__name__)
+def test_training_is_bitwise_that_of_stock_on_two_ranks(make, transport):
+    def body(rank, world):
+        model = make()
+        stock = Stock(copy.deepcopy(model))
+        ours = Ours(copy.deepcopy(model), transport=transport, bucket_cap_mb=0.0002)
+        assert ours.transport == transport
+        steps = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (stock, ours)]
+        for iteration in range(6):
+            x = batch(rank, iteration, 5, 24 if make is mlp else 36)
+            losses = []
+            for ddp in (stock, ours):
+                loss = ddp(x).square().mean()
+                loss.backward()
+                losses.append(loss)
+            assert torch.equal(*losses)
+            for a, b in zip(stock.parameters(), ours.parameters(), strict=True):
+                assert torch.equal(a.grad, b.grad)
+            for optimizer in steps:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=iteration % 2 == 0)
+            for a, b in zip(stock.module.buffers(), ours.module.buffers(), strict=True):
+                assert torch.equal(a, b)
+        assert len(ours.reducer.plan.buckets) > 1
+        same_on_all_ranks(ours.parameters())
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_gradients_are_the_mean_at_any_world_size_and_bitwise_equal_between_ranks(world):
+    def body(rank, world):
+        model = mlp()
+        ours = Ours(copy.deepcopy(model))
+        for iteration in range(3):
+            expected = mean_gradients(
+                ours.module, lambda m, r, i=iteration: m(batch(r, i, 5, 24)).square().mean(), world
+            )
+            ours.zero_grad()
+            ours(batch(rank, iteration, 5, 24)).square().mean().backward()
+            assert_mean(ours, expected)
+            same_on_all_ranks(p.grad for p in ours.parameters())
+
+    run_ranks(body, world)
+
+
+def test_bucket_layouts_give_bitwise_the_same_gradients():
+    def body(rank, world):
+        grads = []
+        for cap in (0.001, 0.01, None):
+            ours = Ours(mlp(), bucket_cap_mb=cap)
+            for iteration in range(2):
+                ours.zero_grad()
+                ours(batch(rank, iteration, 5, 24)).square().mean().backward()
+            grads.append([p.grad.clone() for p in ours.parameters()])
+        for other in grads[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
+
+    run_ranks(body, 3)
+
+
+def test_it_is_torchs_class_with_torchs_arguments_in_torchs_order():
+    import inspect
+
+    theirs = list(inspect.signature(Stock.__init__).parameters.values())
+    ours = list(inspect.signature(Ours.__init__).parameters.values())[: len(theirs)]
+    assert issubclass(Ours, Stock)
+    assert [p.name for p in ours] == [p.name for p in theirs]
+    assert [p.default for p in ours] == [p.default for p in theirs]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("mixed_precision", object()),
+        ("device_mesh", object()),
+        ("delay_all_reduce_named_params", []),
+        ("param_to_hook_all_reduce", nn.Parameter(torch.ones(1))),
+        ("skip_all_reduce_unused_params", True),
+    ],
+)
+def test_an_argument_that_is_not_served_yet_is_named(argument, value):
+    with pytest.raises(NotImplementedError, match=argument):
+        Ours(mlp(), **{argument: value})
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), "25", True])
+def test_a_bucket_cap_that_is_no_size_is_refused(value):
+    with pytest.raises(ValueError, match="bucket_cap_mb"):
+        Ours(mlp(), bucket_cap_mb=value)
+
+
+def test_construction_gives_rank_0s_parameters_and_buffers_to_all():
+    def body(rank, world):
+        model = ConvNet()
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.data.add_(rank)
+        state = torch.random.get_rng_state()
+        ours = Ours(model)
+        assert torch.equal(state, torch.random.get_rng_state())
+        for name, tensor in ConvNet().state_dict().items():
+            assert torch.equal(ours.module.state_dict()[name], tensor), name
+
+    run_ranks(body, 3)
+
+
+def test_buffers_follow_rank_0_in_training_and_no_collective_runs_in_a_lone_evaluation():
+    def body(rank, world):
+        ours = Ours(ConvNet())
+        for iteration in range(3):
+            ours(batch(rank, iteration, 5, 36)).sum().backward()
+        if rank == 0:
+            ours.eval()
+            with torch.no_grad():
+                ours(batch(rank, 9, 5, 36))  # the others do not come
+            ours.train()
+        ours(batch(rank, 4, 5, 36)).sum().backward()
+        ours.sync_buffers()
+        same_on_all_ranks(ours.module.buffers())
+        quiet = Ours(ConvNet(), forward_sync_buffers=False)
+        quiet(batch(rank, 0, 5, 36)).sum().backward()
+        return quiet.module.norm.running_mean.clone()
+
+    first, second = run_ranks(body, 2)
+    assert not torch.equal(first, second)
+
+
+def test_no_sync_accumulates_locally_and_the_next_backward_reduces_the_sum():
+    def body(rank, world):
+        model = mlp()
+        ours = Ours(copy.deepcopy(model))
+
+        def loss(m, r):
+            return sum(m(batch(r, micro, 3, 24)).square().mean() for micro in range(3))
+
+        for _ in range(3):
+            ours.zero_grad()
+            with ours.no_sync():
+                ours(batch(rank, 0, 3, 24)).square().mean().backward()
+                local = [p.grad.clone() for p in ours.parameters()]
+                ours(batch(rank, 1, 3, 24)).square().mean().backward()
+            ours(batch(rank, 2, 3, 24)).square().mean().backward()
+            assert_mean(ours, mean_gradients(model, loss, world), 1e-5)
+        return local
+
+    first, second = run_ranks(body, 2)
+    assert not torch.equal(first[0], second[0])
+
+
+def test_a_parameter_used_only_in_a_no_sync_micro_batch_is_reduced_with_the_last():
+    def body(rank, world):
+        model = TwoHeads()
+        ours = Ours(copy.deepcopy(model))
+        with ours.no_sync():
+            ours(batch(rank, 0, 3, 6), 0).square().mean().backward()
+        ours(batch(rank, 1, 3, 6), 1).square().mean().backward()
+
+        def loss(m, r):
+            return m(batch(r, 0, 3, 6), 0).square().mean() + m(batch(r, 1, 3, 6), 1).square().mean()
+
+        assert_mean(ours, mean_gradients(model, loss, world))
+        ours(batch(rank, 2, 3, 6), 0)  # nothing was unused, so nothing is raised
+
+    run_ranks(body, 2)
+
+
+def test_gradients_that_are_not_zeroed_accumulate_like_stocks():
+    def body(rank, world):
+        model = mlp()
+        stock, ours = Stock(copy.deepcopy(model)), Ours(copy.deepcopy(model))
+        for iteration in range(4):
+            for ddp in (stock, ours):
+                ddp(batch(rank, iteration, 5, 24)).square().mean().backward()
+            for a, b in zip(stock.parameters(), ours.parameters(), strict=True):
+                assert torch.equal(a.grad, b.grad)
+
+    run_ranks(body, 2)
+
+
+def test_a_gradient_that_the_program_keeps_is_never_overwritten():
+    def body(rank, world):
+        ours = Ours(mlp())
+        kept, copies = [], []
+        for iteration in range(4):
+            ours.zero_grad()
+            ours(batch(rank, iteration, 5, 24)).square().mean().backward()
+            params = list(ours.parameters())
+            kept += [params[0].grad, params[1].grad.view(-1)[1:], params[2].grad.detach()]
+            copies += [t.clone() for t in kept[-3:]]
+        assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
+
+    run_ranks(body, 2)
+
+
+def test_gradients_lie_in_the_same_memory_iteration_after_iteration():
+    def body(rank, world):
+        ours = Ours(mlp(), gradient_as_bucket_view=True)
+        seen = set()
+        for iteration in range(5):
+            ours.zero_grad(set_to_none=iteration % 2 == 0)
+            ours(batch(rank, iteration, 5, 24)).square().mean().backward()
+            if iteration >= 2:
+                seen.add(tuple(p.grad.data_ptr() for p in ours.parameters()))
+        assert len(seen) == 1
+
+    run_ranks(body, 2)
+
+
+def test_an_unused_parameter_is_named_by_the_next_forward_and_the_others_are_reduced():
+    def body(rank, world):
+        model = TwoHeads()
+        ours = Ours(copy.deepcopy(model))
+        expected = mean_gradients(model, lambda m, r: m(batch(r, 0, 3, 6), 0).square().mean(), world)
+        ours(batch(rank, 0, 3, 6), 0).square().mean().backward()
+        assert_mean(ours, expected)
+        assert ours.module.heads[1].weight.grad is None
+        with pytest.raises(RuntimeError, match=r"Expected to have finished reduction.*heads\.1\.weight"):
+            ours(batch(rank, 1, 3, 6), 0)
+
+    run_ranks(body, 2)
+
+
+def test_find_unused_parameters_reduces_whatever_subset_each_rank_uses():
+    def body(rank, world):
+        model = TwoHeads()
+        ours = Ours(copy.deepcopy(model), find_unused_parameters=True)
+        for iteration, heads in enumerate([(0, 1), (0, 0), (1, 0), (None, 1), (0, 1)]):
+            ours.zero_grad()
+
+            def loss(m, r, iteration=iteration, heads=heads):
+                return m(batch(r, iteration, 3, 6), heads[r]).square().mean()
+
+            expected = mean_gradients(model, loss, world)
+            loss(ours, rank).backward()
+            assert_mean(ours, expected)
+            for name, param in ours.module.named_parameters():
+                if name not in expected:
+                    assert param.grad is None, name
+
+    run_ranks(body, 2)
+
+
+def test_a_globally_unused_parameter_keeps_the_gradient_it_has():
+    def body(rank, world):
+        ours = Ours(TwoHeads(), find_unused_parameters=True)
+        for iteration in range(2):
+            ours.zero_grad()
+            (ours(batch(rank, iteration, 3, 6), 0).sum() + ours(batch(rank, iteration, 3, 6), 1).sum()).backward()
+        kept = ours.module.heads[1].weight
+        kept.grad.fill_(rank + 0.25)  # lies in the bucket, differs between ranks
+        for head in ours.module.heads[0].parameters():
+            head.grad = None
+        ours(batch(rank, 2, 3, 6), 0).sum().backward()
+        assert torch.equal(kept.grad, torch.full_like(kept, rank + 0.25))
+
+    run_ranks(body, 2)
+
+
+def test_static_graph_allows_what_is_always_unused_and_raises_when_that_changes():
+    def body(rank, world):
+        ours = Ours(TwoHeads(), static_graph=True)
+        for iteration in range(3):
+            with ours.no_sync():
+                ours(batch(rank, iteration, 3, 6), 0).sum().backward()
+            ours(batch(rank, iteration, 3, 6), 0).sum().backward()
+        ours(batch(rank, 3, 3, 6), 1).sum().backward()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"training graph has changed.*heads\.0\.weight"):
+                ours(batch(rank, 4, 3, 6), 0)
+
+    run_ranks(body, 2)
+
+
+def test_forward_through_the_inner_module_is_reduced():
+    def body(rank, world):
+        model = mlp()
+        ours = Ours(copy.deepcopy(model))
+        for iteration in range(2):
+            ours.zero_grad()
+            expected = mean_gradients(model, lambda m, r, i=iteration: m(batch(r, i, 5, 24)).square().mean(), world)
+            ours.module(batch(rank, iteration, 5, 24)).square().mean().backward()
+            assert_mean(ours, expected)
+        ours.zero_grad()
+        with ours.no_sync():
+            ours.module(batch(rank, 5, 5, 24)).square().mean().backward()
+        return next(ours.parameters()).grad.clone()
+
+    first, second = run_ranks(body, 2)
+    assert not torch.equal(first, second)
+
+
+def test_several_forwards_and_several_backwards_are_reduced():
+    def body(rank, world):
+        model = mlp()
+        ours = Ours(copy.deepcopy(model))
+
+        def both(m, r):
+            return m(batch(r, 0, 5, 24)).square().mean() + m(batch(r, 1, 5, 24)).mean()
+
+        expected = mean_gradients(model, both, world)
+        both(ours, rank).backward()  # two forwards, one backward
+        assert_mean(ours, expected)
+        ours.zero_grad()
+        first, second = ours(batch(rank, 0, 5, 24)).square().mean(), ours(batch(rank, 1, 5, 24)).mean()
+        first.backward()
+        second.backward()  # two backwards
+        assert_mean(ours, expected)
+        ours.zero_grad()
+        output = ours(batch(rank, 0, 5, 24))
+        output.square().mean().backward(retain_graph=True)
+        output.mean().backward()  # two backwards of one forward
+        expected = mean_gradients(
+            model, lambda m, r: m(batch(r, 0, 5, 24)).square().mean() + m(batch(r, 0, 5, 24)).mean(), world
+        )
+        assert_mean(ours, expected)
+
+    run_ranks(body, 2)
+
+
+class Reused(nn.Module):
+    """The same block under a checkpoint twice, and around it."""
+
+    def __init__(self, reentrant, nested=False):
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.block = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.reentrant, self.nested = reentrant, nested
+
+    def inner(self, x):
+        x = torch.tanh(self.block(x))
+        return checkpoint(self.block, x, use_reentrant=self.reentrant) if self.nested else x
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return x
+
+
+# A checkpoint inside another runs its forward without gradients first, and says so.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_block_reused_under_checkpointing_is_reduced_as_late_deltas(reentrant, nested):
+    def body(rank, world):
+        model = Reused(reentrant, nested)
+        ours = Ours(copy.deepcopy(model), bucket_cap_mb=0)
+        for iteration in range(3):
+            ours.zero_grad()
+            expected = mean_gradients(model, lambda m, r, i=iteration: m(batch(r, i, 5, 6)).square().mean(), world)
+            ours(batch(rank, iteration, 5, 6)).square().mean().backward()
+            assert_mean(ours, expected)
+        assert ours.reducer.engine.iteration == 3
+
+    run_ranks(body, 2)
+
+
+def test_the_whole_model_under_a_reentrant_checkpoint_ends_its_backward_once():
+    def body(rank, world):
+        model = mlp()
+        ours = Ours(copy.deepcopy(model))
+
+        def loss(m, r):
+            x = batch(r, 0, 5, 24).requires_grad_()
+            return checkpoint(m, x, use_reentrant=True).square().mean()
+
+        expected = mean_gradients(model, loss, world)
+        loss(ours, rank).backward()
+        assert_mean(ours, expected)
+
+    run_ranks(body, 2)
+
+
+def test_a_parameter_unfrozen_after_wrapping_is_reduced_and_gets_a_slot():
+    def body(rank, world):
+        model = mlp()
+        model[0].weight.requires_grad_(False)
+        ours = Ours(copy.deepcopy(model))
+        for iteration in range(4):
+            if iteration == 1:
+                ours.module[0].weight.requires_grad_(True)
+                model[0].weight.requires_grad_(True)
+            ours.zero_grad()
+            expected = mean_gradients(model, lambda m, r, i=iteration: m(batch(r, i, 5, 24)).square().mean(), world)
+            ours(batch(rank, iteration, 5, 24)).square().mean().backward()
+            assert_mean(ours, expected)
+        return 0 in ours.reducer.plan.parameters
+
+    assert run_ranks(body, 2) == [True, True]
+
+
+def test_a_parameter_frozen_after_wrapping_is_no_error():
+    def body(rank, world):
+        ours = Ours(mlp())
+        for iteration in range(3):
+            ours.module[0].weight.requires_grad_(iteration == 0)
+            ours.zero_grad()
+            ours(batch(rank, iteration, 5, 24)).square().mean().backward()
+            assert (ours.module[0].weight.grad is not None) == (iteration == 0)
+
+    run_ranks(body, 2)
+
+
+def test_moves_to_another_dtype_and_back_are_reduced():
+    def body(rank, world):
+        model = mlp()
+        ours = Ours(copy.deepcopy(model))
+        for iteration, dtype in enumerate([torch.float32, torch.float64, torch.float64, torch.float32, torch.float32]):
+            ours.to(dtype)
+            model.to(dtype)
+            ours.zero_grad()
+            x = [batch(r, iteration, 5, 24).to(dtype) for r in range(world)]
+            expected = mean_gradients(model, lambda m, r, x=x: m(x[r]).square().mean(), world)
+            ours(x[rank]).square().mean().backward()
+            assert_mean(ours, expected)
+        # Gradients kept through the round trip: their tensors are moved by to() as well.
+        ours.double()
+        ours.float()
+        ours(batch(rank, 5, 5, 24)).square().mean().backward()
+        same_on_all_ranks(p.grad for p in ours.parameters())
+
+    run_ranks(body, 2)
+
+
+def test_mixed_dtypes_complex_and_empty_parameters_keep_theirs():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(5)
+            self.single_ = nn.Parameter(torch.randn(3, 5))
+            self.double_ = nn.Parameter(torch.randn(7, dtype=torch.float64))
+            self.half_ = nn.Parameter(torch.randn(9, dtype=torch.bfloat16))
+            self.complex_ = nn.Parameter(torch.randn(4, 2, dtype=torch.complex64))
+            self.empty_ = nn.Parameter(torch.empty(0, 3))
+            self.last = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+            self.transposed = nn.Parameter(torch.randn(4, 6).t())
+            self.scalar = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x):
+            parts = [(p.double() if not p.is_complex() else p).abs().pow(3).sum() for p in self.parameters()]
+            return sum(part * x.sum().double() for part in parts)
+
+    def body(rank, world):
+        model = Odd()
+        ours = Ours(copy.deepcopy(model))
+        for iteration in range(3):
+            ours.zero_grad()
+            expected = mean_gradients(model, lambda m, r, i=iteration: m(batch(r, i, 3)), world)
+            ours(batch(rank, iteration, 3)).backward()
+            for name, param in ours.module.named_parameters():
+                assert param.grad.dtype == param.dtype, name
+                assert param.grad.stride() == param.stride(), name
+                tolerance = 1e-2 if param.dtype == torch.bfloat16 else 1e-5
+                torch.testing.assert_close(param.grad, expected[name], rtol=tolerance, atol=tolerance, msg=name)
+
+    run_ranks(body, 2)
+
+
+def test_hooks_of_the_user_run_as_without_the_wrapper():
+    def body(rank, world):
+        calls = []
+        model = mlp()
+        model[0].weight.register_hook(lambda grad: calls.append("before") or grad * 2)
+        ours = Ours(model)
+        model[2].weight.register_hook(lambda grad: calls.append("after") or grad * 2)
+        model[0].bias.register_post_accumulate_grad_hook(lambda p: calls.append("post"))
+        plain = mlp()
+        expected = mean_gradients(plain, lambda m, r: m(batch(r, 0, 5, 24)).square().mean(), world)
+        ours(batch(rank, 0, 5, 24)).square().mean().backward()
+        torch.testing.assert_close(model[0].weight.grad, 2 * expected["0.weight"])
+        torch.testing.assert_close(model[2].weight.grad, 2 * expected["2.weight"])
+        return sorted(calls)
+
+    assert run_ranks(body, 2) == [["after", "before", "post"]] * 2
+
+
+def test_state_dict_has_torchs_names_and_loads_back():
+    def body(rank, world):
+        ours = Ours(mlp())
+        state = ours.state_dict()
+        assert list(state) == list(Stock(mlp()).state_dict())
+        ours.module[0].weight.data.zero_()
+        ours.load_state_dict(state)
+        ours.module.load_state_dict(mlp().state_dict())
+
+    run_ranks(body, 2)
+
+
+def test_a_group_of_some_ranks_reduces_among_them():
+    def body(rank, world):
+        group = dist.new_group([0, 2])
+        if rank == 1:
+            return None
+        model = mlp()
+        ours = Ours(copy.deepcopy(model), process_group=group)
+        expected = {}
+        for r in (0, 2):
+            replica = copy.deepcopy(model)
+            replica(batch(r, 0, 5, 24)).square().mean().backward()
+            for name, param in replica.named_parameters():
+                expected[name] = expected.get(name, 0) + param.grad / 2
+        ours(batch(rank, 0, 5, 24)).square().mean().backward()
+        assert_mean(ours, expected)
+        return ours.transport
+
+    assert run_ranks(body, 3) == ["shm", None, "shm"]
+
+
+def test_one_rank_trains_bitwise_like_the_plain_module():
+    def body(rank, world):
+        plain = mlp()
+        ours = Ours(copy.deepcopy(plain))
+        for iteration in range(3):
+            for model in (plain, ours):
+                model.zero_grad()
+                model(batch(0, iteration, 5, 24)).square().mean().backward()
+            for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+                assert torch.equal(a.grad, b.grad)
+
+    run_ranks(body, 1)
+
+
+def test_a_new_wrapper_around_the_same_module_takes_over():
+    def body(rank, world):
+        model = mlp()
+        first = Ours(model)
+        first(batch(rank, 0, 5, 24)).square().mean().backward()
+        second = Ours(model)
+        model.zero_grad()
+        expected = mean_gradients(model, lambda m, r: m(batch(r, 1, 5, 24)).square().mean(), world)
+        second(batch(rank, 1, 5, 24)).square().mean().backward()
+        assert_mean(second, expected)
+        del first, second
+        model.zero_grad()
+        model(batch(rank, 2, 5, 24)).square().mean().backward()
+        return model[0].weight.grad.clone()
+
+    first, second = run_ranks(body, 2)
+    assert not torch.equal(first, second)
+
+
+def test_differing_forwards_warn_with_the_counts_of_the_ranks():
+    def body(rank, world):
+        ours = Ours(mlp())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if rank == 1:
+                ours(batch(rank, 0, 5, 24))
+            ours(batch(rank, 0, 5, 24)).square().mean().backward()
+        return [str(w.message) for w in caught]
+
+    for messages in run_ranks(body, 2):
+        assert any("1 on rank 0, 2 on rank 1" in m for m in messages), messages
+
+
+def test_differing_backwards_raise_on_every_rank_and_the_next_iteration_works():
+    def body(rank, world):
+        from gpucomm import StepFailed
+
+        ours = Ours(mlp())
+        if rank == 1:
+            with ours.no_sync():
+                ours(batch(rank, 0, 5, 24)).square().mean().backward()
+        with pytest.raises(StepFailed, match="1 on rank 0, 2 on rank 1"):
+            ours(batch(rank, 0, 5, 24)).square().mean().backward()
+        ours.zero_grad()
+        ours(batch(rank, 1, 5, 24)).square().mean().backward()
+        same_on_all_ranks(p.grad for p in ours.parameters())
+
+    run_ranks(body, 2)
+
+
+def test_a_raise_in_backward_fails_the_step_everywhere_and_training_goes_on():
+    def body(rank, world):
+        from gpucomm import StepFailed
+
+        model = mlp()
+        ours = Ours(copy.deepcopy(model))
+        ours(batch(rank, 0, 5, 24)).square().mean().backward()
+        bomb = ours.module[2].weight.register_hook(lambda grad: 1 / 0) if rank == 1 else None
+        ours.zero_grad()
+        expected = (ZeroDivisionError, "division") if rank == 1 else (StepFailed, "rank 1")
+        with pytest.raises(expected[0], match=expected[1]):
+            ours(batch(rank, 1, 5, 24)).square().mean().backward()
+        if bomb is not None:
+            bomb.remove()
+        ours.zero_grad()
+        expected = mean_gradients(model, lambda m, r: m(batch(r, 2, 5, 24)).square().mean(), world)
+        ours(batch(rank, 2, 5, 24)).square().mean().backward()
+        assert_mean(ours, expected)
+
+    run_ranks(body, 2)
+
+
+def test_a_sparse_gradient_is_refused_by_name():
+    def body(rank, world):
+        ours = Ours(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)))
+        ours(torch.arange(5)).sum().backward()
+
+    with pytest.raises(RanksFailed, match=r"parameter '0\.weight' has a torch\.sparse_coo gradient"):
+        run_ranks(body, 2)
+
+
+def test_a_module_without_trainable_parameters_is_refused():
+    def body(rank, world):
+        with pytest.raises(RuntimeError, match="doesn't have any parameter that requires a gradient"):
+            Ours(mlp().requires_grad_(False))
+
+    run_ranks(body, 1)
