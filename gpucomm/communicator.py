@@ -74,6 +74,8 @@ class Communicator(_core.CommunicatorBase):
         if self._transport is None:
             raise RuntimeError("this communicator is closed")
         size = torch.Size([shape] if isinstance(shape, int) else shape)
+        if any(length < 0 for length in size):
+            raise ValueError(f"shape is {tuple(size)}, accepted are lengths of 0 or more")
         memory = self._transport.allocate(size.numel() * dtype.itemsize)
         return flat_tensor(memory, dtype, size.numel()).view(size)
 

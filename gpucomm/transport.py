@@ -1,6 +1,7 @@
 """Transports that are written in Python: the base for your own, and the one over any torch.distributed group."""
 
 import ctypes
+import sys
 import time
 from abc import abstractmethod
 from collections.abc import Callable
@@ -18,6 +19,11 @@ from gpucomm.errors import CommError, CommTimeout, PeerFailed
 _SLICE = timedelta(milliseconds=200)
 # How long a rank that found the group broken waits for its peers to say that they are still there.
 _ROLL_CALL_S = 1.0
+# How what a rank says begins when it takes no further part.
+_GAVE_UP = "gave up"
+_CLOSED = "closed its transport"
+# How many transports each group has seen: construction is collective, so all ranks count alike.
+_transports_over: dict[str, int] = {}
 
 
 _OPERATIONS = {
@@ -110,6 +116,13 @@ class C10dTransport(Transport):
         self._global_ranks = global_ranks
         self._failure: CommError | None = None
         self._started = 0
+        number = _transports_over.get(group.group_name, 0)
+        _transports_over[group.group_name] = number + 1
+        self._key = f"gpucomm/roll_call/{group.group_name}/{number}"
+
+    def __del__(self) -> None:
+        if getattr(self, "_key", None) and self._failure is None and not sys.is_finalizing():
+            self._answer_roll_call(_CLOSED)
 
     def name(self) -> str:
         return "c10d"
@@ -140,7 +153,7 @@ class C10dTransport(Transport):
 
     def abort(self, reason: str) -> None:
         """Peers learn of it by the roll call; the group itself belongs to its maker and is left alone."""
-        self._answer_roll_call(f"gave up: {reason}")
+        self._answer_roll_call(f"{_GAVE_UP}: {reason}")
         self._failure = self._failure or CommError(f"this rank gave up: {reason}")
 
     def _start(self, what: str, operation: Callable[[], dist.Work]) -> Handle:
@@ -155,14 +168,24 @@ class C10dTransport(Transport):
 
     def _wait(self, what: str, work: dist.Work) -> None:
         deadline = time.monotonic() + self.timeout_s
+        slices_after_end = slices_without_peer = 0
         while True:
             try:
                 work.wait(_SLICE)
                 return
             except RuntimeError as error:
-                # Neither complete nor failed: only this slice of the wait is over.
-                if work.is_completed() or work.exception() is not None:
+                # Only a second wait tells an operation that failed from one that completed as the slice ended.
+                slices_after_end += work.is_completed()
+                if slices_after_end > 1:
                     raise self._broken(what, str(error)) from error
+            if slices_after_end:
+                continue
+            # What a peer sent before it left may still arrive, hence more than one slice.
+            left = self._left(self._heed_roll_call(what))
+            slices_without_peer = slices_without_peer + 1 if left else 0
+            if left and slices_without_peer > 2:
+                self._failure = self._peer_failed(*left)
+                raise self._failure
             if time.monotonic() > deadline:
                 raise self._timed_out(what)
 
@@ -175,16 +198,21 @@ class C10dTransport(Transport):
 
     def _broken(self, what: str, reason: str) -> CommError:
         here, said = self._roll_call(what)
-        for rank, words in said.items():
-            if words.startswith("gave up") and rank != self.rank:
-                self._failure = self._peer_failed(rank, words)
-                return self._failure
         gone = [r for r in range(self.size) if r not in here]
-        if gone:
+        if left := self._left(said):
+            self._failure = self._peer_failed(*left)
+        elif gone:
             self._failure = self._peer_failed(gone[0], f"no sign of life; {what} ended with: {reason}")
         else:
             self._failure = CommError(f"{what} #{self._started} failed on every rank: {reason}")
         return self._failure
+
+    def _left(self, said: dict[int, str]) -> tuple[int, str] | None:
+        """The first peer that takes no further part, and its words."""
+        for rank, words in sorted(said.items()):
+            if rank != self.rank and words.startswith((_GAVE_UP, _CLOSED)):
+                return rank, words
+        return None
 
     def _peer_failed(self, rank: int, reason: str) -> PeerFailed:
         global_rank = self._global_ranks[rank]
@@ -196,30 +224,39 @@ class C10dTransport(Transport):
     def _answer_roll_call(self, words: str) -> Any:
         store = distributed_c10d._get_process_group_store(self.group)
         try:
-            store.set(f"gpucomm/roll_call/{self.group.group_name}/{self.rank}", words)
+            store.set(f"{self._key}/{self.rank}", words)
         except (RuntimeError, dist.DistError):
             return None  # the store went with its host
         return store
 
+    def _heard(self, store: Any) -> dict[int, str]:
+        """What the peers said so far, by rank."""
+        said: dict[int, str] = {}
+        for rank in range(self.size):
+            key = f"{self._key}/{rank}"
+            try:
+                if rank != self.rank and store.check([key]):
+                    said[rank] = store.get(key).decode()
+            except (RuntimeError, dist.DistError):
+                break
+        return said
+
+    def _heed_roll_call(self, what: str) -> dict[int, str]:
+        """Answers if a peer called. Returns what the peers said."""
+        said = self._heard(distributed_c10d._get_process_group_store(self.group))
+        if said:
+            self._answer_roll_call(f"waiting in {what} #{self._started}")
+        return said
+
     def _roll_call(self, what: str) -> tuple[set[int], dict[int, str]]:
         """Says "here" and looks who else does. Returns the ranks that did and what they said."""
-        here: set[int] = {self.rank}
         said: dict[int, str] = {}
         store = self._answer_roll_call(f"waiting in {what} #{self._started}")
-        if store is None:
-            return here, said
         deadline = time.monotonic() + _ROLL_CALL_S
-        while len(here) < self.size and time.monotonic() < deadline:
-            for rank in set(range(self.size)) - here:
-                key = f"gpucomm/roll_call/{self.group.group_name}/{rank}"
-                try:
-                    if store.check([key]):
-                        said[rank] = store.get(key).decode()
-                        here.add(rank)
-                except (RuntimeError, dist.DistError):
-                    return here, said
+        while store is not None and len(said) < self.size - 1 and time.monotonic() < deadline:
+            said = self._heard(store)
             time.sleep(0.02)
-        return here, said
+        return {self.rank, *said}, said
 
 
 class _C10dWork:

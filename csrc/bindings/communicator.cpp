@@ -103,8 +103,26 @@ struct Arguments {
 ReduceOp parse_op(PyObject* op) {
   if (!op) return ReduceOp::kSum;
   const char* text = PyUnicode_Check(op) ? PyUnicode_AsUTF8(op) : nullptr;
-  if (!text) throw py::type_error("op is a string: 'sum', 'avg', 'min', 'max' or 'prod'");
+  if (!text) {
+    PyErr_Clear();
+    throw py::type_error("op is " + std::string(py::repr(py::handle(op))) +
+                         ", accepted are 'sum', 'avg', 'min', 'max', 'prod'");
+  }
   return reduce_op_named(text);
+}
+
+int parse_root(PyObject* root) {
+  if (!root) return 0;
+  if (PyIndex_Check(root)) {
+    int overflow = 0;
+    const auto number = py::reinterpret_steal<py::object>(PyNumber_Index(root));
+    if (!number) throw py::error_already_set();
+    const long value = PyLong_AsLongAndOverflow(number.ptr(), &overflow);
+    if (overflow == 0 && value == static_cast<int>(value)) return static_cast<int>(value);
+    throw py::value_error("root is " + std::string(py::repr(py::handle(root))) + ", it is a rank in the group");
+  }
+  throw py::type_error("root is " + std::string(py::repr(py::handle(root))) +
+                       ", it is an integer: a rank in the group");
 }
 
 bool parse_flag(PyObject* flag) {
@@ -222,7 +240,7 @@ PyObject* broadcast(PyObject* object, Args args, Py_ssize_t nargs, PyObject* key
   if (!given.parse("broadcast", names, 1, args, nargs, keywords)) return nullptr;
   return guarded([&] {
     const HostArray x = contiguous_array("x", given.values[0]);
-    const int root = given.values[1] ? py::handle(given.values[1]).cast<int>() : 0;
+    const int root = parse_root(given.values[1]);
     const Collective collective{.kind = CollectiveKind::kBroadcast,
                                 .dtype = x.dtype,
                                 .root = root,

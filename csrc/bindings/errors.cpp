@@ -25,6 +25,8 @@ void set_python_error(std::exception_ptr failure) {
       std::rethrow_exception(failure);
     } catch (py::error_already_set& e) {
       e.restore();
+    } catch (const py::builtin_exception& e) {
+      e.set_error();
     } catch (const PeerFailed& e) {
       raise("PeerFailed", e.what(), e.rank, e.reason);
     } catch (const CommTimeout& e) {

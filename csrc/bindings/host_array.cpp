@@ -183,6 +183,17 @@ bool read_dlpack(PyObject* object, HostArray* array, Layout* layout) {
   return fits;
 }
 
+// The object would not hand out its memory: the caller's mistake, with the object's own words.
+void refuse_unexported(PyObject* object) {
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_Format(PyExc_ValueError, "expected a writable, strided array in host memory, got %s: %S",
+               Py_TYPE(object)->tp_name, value ? value : Py_None);
+  Py_XDECREF(type);
+  Py_XDECREF(value);
+  Py_XDECREF(traceback);
+}
+
 }  // namespace
 
 int has_lazy_sign(PyObject* object) {
@@ -214,12 +225,14 @@ bool read_exchange_array(PyObject* object, HostArray* array, Layout* layout) {
 
 bool read_host_array(PyObject* object, HostArray* array, Layout* layout) {
   if (read_exchange_array(object, array, layout)) return true;
-  if (PyObject_HasAttrString(object, "__dlpack__") && !PyObject_CheckBuffer(object)) {
-    return read_dlpack(object, array, layout);
+  const bool has_buffer = PyObject_CheckBuffer(object) != 0;
+  if (!has_buffer && !PyObject_HasAttrString(object, "__dlpack__")) {
+    PyErr_Format(PyExc_TypeError, "expected an array in host memory (torch, NumPy or anything with DLPack), got %s",
+                 Py_TYPE(object)->tp_name);
+    return false;
   }
-  if (PyObject_CheckBuffer(object)) return read_buffer(object, array, layout);
-  PyErr_Format(PyExc_TypeError, "expected an array in host memory (torch, NumPy or anything with DLPack), got %s",
-               Py_TYPE(object)->tp_name);
+  if (has_buffer ? read_buffer(object, array, layout) : read_dlpack(object, array, layout)) return true;
+  if (PyErr_ExceptionMatches(PyExc_BufferError)) refuse_unexported(object);
   return false;
 }
 

@@ -1,0 +1,379 @@
+"""Communicator: what it takes, what it refuses and how, and how long things live."""
+
+import functools
+import gc
+import re
+import threading
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from footprint import mapped_memfds
+from ranks import run_ranks
+
+from gpucomm import Communicator, _core
+from gpucomm.errors import CommError, CommTimeout, TransportUnavailable
+
+each_transport = pytest.mark.parametrize("transport", ["shm", "c10d", "loopback"])
+
+
+class OnlyDlpack:
+    """An array that can do nothing but export itself."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __dlpack__(self, **options):
+        return self.tensor.__dlpack__()
+
+    def __dlpack_device__(self):
+        return self.tensor.__dlpack_device__()
+
+
+def raises(kind, pattern, call):
+    with pytest.raises(kind) as caught:
+        call()
+    assert re.search(pattern, str(caught.value)), f"{caught.value!s} does not say {pattern}"
+
+
+@each_transport
+def test_arrays_of_every_library_are_reduced_in_place(transport):
+    def body(rank, world):
+        with Communicator(transport=transport) as comm:
+            for dtype in (np.float16, np.float32, np.float64, np.int32, np.int64, np.uint8):
+                x = np.full((2, 3), 3, dtype)
+                assert comm.all_reduce(x) is x
+                assert (x == 6).all(), dtype
+            raw = bytearray([1, 2, 3])
+            comm.all_reduce(raw)
+            assert raw == bytes([2, 4, 6])
+            comm.all_reduce(memoryview(raw)[1:])
+            assert raw == bytes([2, 8, 12])
+            tensor = torch.ones(5)
+            exported = OnlyDlpack(tensor)
+            assert comm.all_reduce(exported) is exported
+            assert (tensor == 2).all()
+            parameter = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+            comm.all_reduce(parameter)
+            assert (parameter == 2).all()
+            attached = torch.ones(3, requires_grad=True)
+            comm.all_reduce(attached)
+            assert (attached == 2).all()
+            for dtype in (torch.complex64, torch.complex128):
+                x = torch.full((3,), 1 + 2j, dtype=dtype)
+                comm.all_reduce(x)
+                assert (x == 2 + 4j).all()
+            x = np.full(3, 1 + 2j)
+            comm.all_reduce(x)
+            assert (x == 2 + 4j).all()
+            scalar = torch.tensor(2.5)
+            comm.all_reduce(scalar)
+            assert scalar == 5
+            scalar = np.array(2.5)
+            comm.all_reduce(scalar)
+            assert scalar == 5
+            x = torch.ones(4, 1, 5)[:, :, :].transpose(0, 1)  # contiguous but for a dimension of size 1
+            comm.all_reduce(x)
+            assert (x == 2).all()
+            for empty in (torch.empty(0), torch.empty(3, 0), np.empty(0, np.float32), bytearray()):
+                comm.all_reduce(empty)
+            gathered = np.zeros(2 * world, np.int32)
+            comm.all_gather(gathered, torch.tensor([7, 8], dtype=torch.int32))
+            assert gathered.tolist() == [7, 8] * world
+
+    run_ranks(body, 2)
+
+
+def with_communicator(transport, body, world=1):
+    def rank_body(rank, size):
+        with Communicator(transport=transport) as comm:
+            body(comm)
+            x = torch.ones(3)
+            comm.all_reduce(x)  # a refused argument leaves the communicator as it was
+            assert (x == size).all()
+
+    run_ranks(rank_body, world)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d", "loopback"])
+def test_what_is_refused_is_named(transport):
+    frozen = np.ones(3, np.float32)
+    frozen.flags.writeable = False
+
+    def body(comm):
+        size = comm.world_size
+        x = torch.ones(3)
+        raises(ValueError, "contiguous", lambda: comm.all_reduce(torch.ones(4, 4)[:, 1]))
+        raises(ValueError, "contiguous", lambda: comm.all_reduce(torch.ones(4, 3).t()))
+        raises(ValueError, "contiguous", lambda: comm.all_reduce(np.ones(8)[::2]))
+        raises(ValueError, "contiguous", lambda: comm.all_reduce(np.ones(8)[::-1]))
+        raises(ValueError, "(?i)read-?only|not writ", lambda: comm.all_reduce(frozen))
+        raises(ValueError, "bytes.*not writ", lambda: comm.all_reduce(b"abc"))
+        raises(TypeError, "16|format|dtype", lambda: comm.all_reduce(np.ones(3, np.int16)))
+        raises(TypeError, "16", lambda: comm.all_reduce(torch.ones(3, dtype=torch.int16)))
+        raises(TypeError, "bool|dtype|code 6", lambda: comm.all_reduce(torch.ones(3, dtype=torch.bool)))
+        raises(TypeError, "format", lambda: comm.all_reduce(np.ones(3, bool)))
+        raises(TypeError, "format", lambda: comm.all_reduce(np.ones(3, ">f4")))
+        raises(TypeError, "format", lambda: comm.all_reduce(np.ones(3, [("a", "f4")])))
+        raises(TypeError, "format", lambda: comm.all_reduce(np.array(["abcd"])))
+        raises(TypeError, "str", lambda: comm.all_reduce("abc"))
+        raises(TypeError, "list", lambda: comm.all_reduce([1.0, 2.0]))
+        raises(TypeError, "NoneType", lambda: comm.all_reduce(None))
+        raises(TypeError, "'x'", lambda: comm.all_reduce())
+        raises(ValueError, "(?i)meta|device", lambda: comm.all_reduce(x.to("meta")))
+        raises(ValueError, "(?i)sparse|layout|strid", lambda: comm.all_reduce(x.to_sparse()))
+        raises(ValueError, "'mean'.*'sum'", lambda: comm.all_reduce(x, "mean"))
+        raises(ValueError, "'SUM'", lambda: comm.all_reduce(x, op="SUM"))
+        raises(TypeError, "op is .*SUM.*'sum'", lambda: comm.all_reduce(x, dist.ReduceOp.SUM))
+        raises(TypeError, "'reduction'", lambda: comm.all_reduce(x, reduction="sum"))
+        raises(TypeError, "'x' twice", lambda: comm.all_reduce(x, x=x))
+        raises(TypeError, "at most 3", lambda: comm.all_reduce(x, "sum", False, 1))
+        raises(ValueError, f"root is {size}", lambda: comm.broadcast(x, size))
+        raises(ValueError, "root is -1", lambda: comm.broadcast(x, root=-1))
+        raises(TypeError, "root is '0'", lambda: comm.broadcast(x, "0"))
+        raises(TypeError, "root is 0.5", lambda: comm.broadcast(x, 0.5))
+        raises(ValueError, f"root is {2**40}", lambda: comm.broadcast(x, 2**40))
+        raises(
+            ValueError, rf"output has 5 elements, expected {size} ranks \* 3", lambda: comm.all_gather(torch.ones(5), x)
+        )
+        raises(ValueError, "input has 5 elements", lambda: comm.reduce_scatter(x, torch.ones(5)))
+        raises(TypeError, "float64.*float32", lambda: comm.all_gather(torch.ones(3 * size).double(), x))
+        raises(TypeError, "argument", lambda: comm.barrier(1))
+        raises(TypeError, "int16", lambda: comm.empty(3, torch.int16))
+        raises(TypeError, "float32", lambda: comm.empty(3, "float32"))
+        raises(ValueError, r"shape is \(2, -1\)", lambda: comm.empty((2, -1)))
+
+    with_communicator(transport, body)
+
+
+@each_transport
+def test_a_closed_communicator_says_so(transport):
+    def body(rank, world):
+        comm = Communicator(transport=transport)
+        comm.barrier()
+        kept = comm.empty(100000)
+        kept.fill_(1.0)
+        pending = comm.all_reduce(kept, async_op=True)
+        pending.wait()
+        comm.close()
+        comm.close()
+        x = torch.ones(3)
+        for method, arguments in {
+            "all_reduce": (x,),
+            "broadcast": (x,),
+            "all_gather": (torch.ones(3 * world), x),
+            "reduce_scatter": (x, torch.ones(3 * world)),
+            "barrier": (),
+            "empty": (3,),
+            "all_gather_bytes": (b"",),
+        }.items():
+            raises(RuntimeError, "closed", functools.partial(getattr(comm, method), *arguments))
+        assert (comm.rank, comm.world_size, comm.transport) == (0 if transport == "loopback" else rank, 2, transport)
+        del comm
+        gc.collect()
+        assert (kept == world).all()  # memory outlives what made it
+        kept.fill_(3.0)
+        return float(kept.sum())
+
+    assert run_ranks(body, 2) == [300000.0, 300000.0]
+
+
+def test_memory_is_given_back_with_its_last_user():
+    def body(rank, world):
+        before = len(mapped_memfds("self"))
+        comm = Communicator(transport="shm")
+        x = comm.empty(1000)
+        comm.all_reduce(x)
+        comm.close()
+        del comm
+        gc.collect()
+        assert (x == 0).all()
+        del x
+        gc.collect()
+        assert len(mapped_memfds("self")) == before
+
+    run_ranks(body, 2)
+
+
+@each_transport
+def test_an_array_that_nobody_else_holds_lives_until_its_collective_is_complete(transport):
+    def body(rank, world):
+        with Communicator(transport=transport) as comm:
+            for numel in (3, 100000):
+                output = torch.zeros(numel * world)
+                work = comm.all_gather(output, torch.full((numel,), 7.0), async_op=True)
+                reduced = [comm.all_reduce(torch.ones(numel), async_op=True) for _ in range(5)]
+                gc.collect()
+                scribbled = [torch.full((numel,), 9.0) for _ in range(20)]  # would land in memory that was freed
+                for one in reduced:
+                    one.wait()
+                work.wait()
+                assert (output == 7).all()
+                assert all((x == 9).all() for x in scribbled)
+            comm.all_reduce(torch.ones(1000), async_op=True)  # nobody ever waits
+            comm.barrier()
+
+    run_ranks(body, 2)
+
+
+def test_a_second_thread_at_the_same_time_is_refused():
+    def body(rank, world):
+        store = dist.distributed_c10d._get_default_store()
+        with Communicator(transport="shm") as comm:
+            if rank == 1:
+                store.wait(["refused"])
+                comm.barrier()
+                return
+            waiting = threading.Thread(target=comm.barrier)
+            waiting.start()
+            text = ""
+            while "thread" not in text:  # until the other thread is inside
+                try:
+                    comm.all_reduce(torch.empty(0), async_op=True)
+                except RuntimeError as error:
+                    text = str(error)
+                if not waiting.is_alive():
+                    break
+            store.set("refused", "")
+            waiting.join()
+            assert "another thread" in text
+
+    outcomes = run_ranks(body, 2, expect_failures=True)
+    # An operation that slipped in before the other thread's may be one too many for the peer; the refusal counts.
+    assert outcomes[0].complaint() is None, outcomes[0].complaint()
+
+
+@each_transport
+def test_bytes_of_any_length_are_gathered(transport):
+    def body(rank, world):
+        with Communicator(transport=transport) as comm:
+            mine = [b"", b"one", bytes(range(256)) * 500][rank]
+            everything = comm.all_gather_bytes(mine)
+            nothing = comm.all_gather_bytes(b"")
+        return everything, nothing
+
+    results = run_ranks(body, 3)
+    expected = [b"", b"one", bytes(range(256)) * 500]
+    for rank, (everything, nothing) in enumerate(results):
+        assert everything == ([expected[rank]] * 3 if transport == "loopback" else expected)
+        assert nothing == [b""] * 3
+
+
+@pytest.mark.parametrize("timeout", [0, -1, 0.0, timedelta(0), float("nan")])
+def test_a_timeout_that_is_none_is_refused(timeout):
+    def body(rank, world):
+        raises(ValueError, re.escape(repr(timeout)), lambda: Communicator(timeout=timeout))
+
+    run_ranks(body, 1)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])  # loopback waits for nobody
+@pytest.mark.parametrize("source", ["argument", "timedelta", "environment", "argument over environment"])
+def test_the_timeout_is_the_one_that_was_asked_for(transport, source, monkeypatch):
+    timeout = {"argument": 0.4, "timedelta": timedelta(seconds=0.4), "argument over environment": 0.4}.get(source)
+
+    def body(rank, world):
+        if "environment" in source:
+            monkeypatch.setenv("GPUCOMM_TIMEOUT_S", "0.4" if source == "environment" else "55")
+        store = dist.distributed_c10d._get_default_store()
+        comm = Communicator(transport=transport, timeout=timeout)
+        if rank == 1:
+            store.wait(["timed_out"])
+            return
+        with pytest.raises(CommTimeout, match=r"0\.4") as caught:
+            comm.barrier()
+        assert caught.value.missing == [1]
+        store.set("timed_out", "")
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "soon", "nan"])
+def test_a_timeout_in_the_environment_that_is_none_is_refused(text, monkeypatch):
+    def body(rank, world):
+        monkeypatch.setenv("GPUCOMM_TIMEOUT_S", text)
+        raises(ValueError, f"GPUCOMM_TIMEOUT_S is '{text}'", Communicator)
+
+    run_ranks(body, 1)
+
+
+def test_the_environment_chooses_the_transport_and_an_argument_wins(monkeypatch):
+    def body(rank, world):
+        assert Communicator().transport == "shm"
+        monkeypatch.setenv("GPUCOMM_TRANSPORT", "c10d")
+        assert Communicator().transport == "c10d"
+        assert Communicator(transport="shm").transport == "shm"
+        monkeypatch.setenv("GPUCOMM_TRANSPORT", "smoke")
+        raises(ValueError, "GPUCOMM_TRANSPORT is 'smoke'.*shm", Communicator)
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "", None, 3])
+def test_an_unknown_transport_is_refused(transport):
+    def body(rank, world):
+        raises((ValueError, TypeError), f"transport is {transport!r}.*shm", lambda: Communicator(transport=transport))
+
+    run_ranks(body, 1)
+
+
+def test_transports_that_differ_between_ranks_raise_on_every_rank():
+    def body(rank, world):
+        raises(CommError, "transport differs.*'shm' on rank 0.*'c10d' on rank 1", lambda: make(rank))
+
+    def make(rank):
+        Communicator(transport="c10d" if rank == 1 else "shm", timeout=10)
+
+    run_ranks(body, 3)
+
+
+def test_without_a_process_group_it_says_what_to_do():
+    raises((RuntimeError, ValueError), "init_process_group", Communicator)
+
+
+def test_a_rank_outside_the_group_is_refused():
+    def body(rank, world):
+        group = dist.new_group([0])
+        if rank == 1:
+            raises((ValueError, TypeError), "member", lambda: Communicator(group))
+        else:
+            assert Communicator(group).world_size == 1
+
+    run_ranks(body, 2)
+
+
+def in_a_pid_namespace_of_its_own(rank, monkeypatch):
+    """Rank 1 seems to run in another container: what it tells the others in the handshake says so."""
+    if rank != 1:
+        return
+    shm = _core.ShmTransport
+
+    def elsewhere(*, exchange, **options):
+        def pretend(mine):
+            return exchange(re.sub(rb"pid:\[\d+\]", lambda found: b"pid:[1]".ljust(len(found[0]), b"\0"), mine))
+
+        return shm(exchange=pretend, **options)
+
+    monkeypatch.setattr(_core, "ShmTransport", elsewhere)
+
+
+def test_shared_memory_that_cannot_be_had_raises_on_every_rank(monkeypatch):
+    def body(rank, world):
+        in_a_pid_namespace_of_its_own(rank, monkeypatch)
+        raises(TransportUnavailable, "rank 1 is in another pid namespace", lambda: Communicator(transport="shm"))
+
+    run_ranks(body, 3)
+
+
+def test_auto_takes_the_group_on_every_rank_where_memory_cannot_be_shared(monkeypatch):
+    def body(rank, world):
+        in_a_pid_namespace_of_its_own(rank, monkeypatch)
+        comm = Communicator()
+        x = torch.ones(1000)
+        comm.all_reduce(x)
+        assert (x == world).all()
+        return comm.transport
+
+    assert run_ranks(body, 3) == ["c10d"] * 3

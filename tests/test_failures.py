@@ -1,0 +1,501 @@
+"""What every rank gets when one of them dies, stops, raises, leaves or does something else, without torchrun's agent.
+
+The only assertions on time are the deadlines within which a failure must be known.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from footprint import footprint
+from ranks import run_ranks
+
+import gpucomm
+from gpucomm import Communicator, DistributedDataParallel
+from gpucomm.errors import CollectiveMismatch, CommError, CommTimeout, ModelsDiffer, PeerFailed, StepFailed
+
+# Seconds until a death is known: shared memory watches the processes, over sockets the group's own news is awaited.
+KNOWN_WITHIN_S = {"shm": 2.0, "c10d": 5.0}
+
+each_transport = pytest.mark.parametrize("transport", ["shm", "c10d"])
+each_program = pytest.mark.parametrize("program", ["communicator", "training"])
+
+
+class Communication:
+    """Collectives of several sizes, again and again."""
+
+    def __init__(self, transport, timeout=30):
+        self.comm = Communicator(transport=transport, timeout=timeout)
+        self.arrays = [self.comm.empty(50000), torch.ones(100000), torch.ones(3)]
+
+    def iterate(self):
+        for x in self.arrays:
+            self.comm.all_reduce(x.fill_(1.0))
+
+
+class FailingBackward(torch.autograd.Function):
+    """The identity; backward raises while `armed`."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if FailingBackward.armed:
+            raise ArithmeticError("this rank's backward failed")
+        return grad
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(60, 300)
+        self.last = torch.nn.Linear(300, 10)
+
+    def forward(self, x):
+        return self.last(FailingBackward.apply(torch.relu(self.first(x))))
+
+
+class Training:
+    """A small model of several buckets, trained on other data on each rank."""
+
+    def __init__(self, transport, timeout=30):
+        self.ddp = DistributedDataParallel(Model(), transport=transport, timeout=timeout, bucket_cap_mb=0.01)
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1)
+        self.data = torch.Generator().manual_seed(dist.get_rank())
+
+    def backward(self):
+        self.optimizer.zero_grad()
+        self.ddp(torch.randn(8, 60, generator=self.data)).square().mean().backward()
+
+    def iterate(self):
+        self.backward()
+        self.optimizer.step()
+
+    def parameters(self):
+        return [p.detach().clone() for p in self.ddp.parameters()]
+
+
+PROGRAMS = {"communicator": Communication, "training": Training}
+
+
+def seconds_since(key: str) -> float:
+    """Since a rank called note_now(key). The clock is one for all processes of a machine."""
+    return time.monotonic() - float(dist.distributed_c10d._get_default_store().get(key))
+
+
+def note_now(key: str) -> None:
+    dist.distributed_c10d._get_default_store().set(key, str(time.monotonic()))
+
+
+def error_of(call, *args):
+    """What the call raises, as text and attributes: the exception itself would keep memory alive."""
+    try:
+        call(*args)
+    except BaseException as error:
+        return type(error), str(error), {k: v for k, v in vars(error).items() if isinstance(v, (int, str, list))}
+    raise AssertionError("nothing was raised")
+
+
+def iterate_until_it_fails(running):
+    while True:
+        running.iterate()
+
+
+def pids_of_all(world):
+    pids = [None] * world
+    dist.all_gather_object(pids, os.getpid())
+    return pids
+
+
+def assert_dead(running):
+    """A broken program says so again, and its gradients are not applied."""
+    with pytest.raises(CommError):
+        running.iterate()
+    if isinstance(running, Training):
+        with pytest.raises(CommError):
+            running.optimizer.step()
+
+
+def own_footprint():
+    """Without the entries of /dev/shm that other programs of the machine make."""
+    found = footprint()
+    return dataclasses.replace(found, shm_entries=frozenset(e for e in found.shm_entries if "gpucomm" in e))
+
+
+def assert_nothing_left(before):
+    gc.collect()
+    grown = own_footprint().grown_since(before)
+    assert grown == "", grown
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind():
+    run_ranks(lambda rank, world: None, 1)  # what torch makes once for the process
+    before = own_footprint()
+    yield
+    assert_nothing_left(before)
+
+
+@each_transport
+@each_program
+def test_survivors_of_a_killed_rank_learn_who_it_was(program, transport):
+    def body(rank, world):
+        before = own_footprint()
+        running = PROGRAMS[program](transport)
+        for _ in range(3):
+            running.iterate()
+        if rank == 1:
+            note_now("killed")
+            os.kill(os.getpid(), signal.SIGKILL)
+        kind, text, attributes = error_of(iterate_until_it_fails, running)
+        seconds = seconds_since("killed")
+        assert kind is PeerFailed, (kind, text)
+        assert attributes["rank"] == 1, text
+        assert "rank 1" in text
+        assert seconds < KNOWN_WITHIN_S[transport]
+        assert_dead(running)
+        del running
+        assert_nothing_left(before)
+
+    first, killed, last = run_ranks(body, 3, expect_failures=True)
+    assert killed.exitcode == -signal.SIGKILL
+    for survivor in (first, last):
+        assert survivor.complaint() is None, survivor.complaint()
+
+
+@each_transport
+@each_program
+def test_a_stopped_rank_is_missed_at_the_timeout(program, transport):
+    timeout_s = 1.5
+
+    def body(rank, world):
+        before = own_footprint()
+        pids = pids_of_all(world)
+        running = PROGRAMS[program](transport, timeout_s)
+        for _ in range(3):
+            running.iterate()
+        if rank == 1:
+            note_now("stopped")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        kind, text, attributes = error_of(iterate_until_it_fails, running)
+        seconds = seconds_since("stopped")
+        assert kind is CommTimeout, (kind, text)
+        assert attributes["missing"] == [1], text
+        assert timeout_s * 0.9 < seconds < timeout_s + 3
+        if program == "training":
+            names = [name for name, _ in Model().named_parameters()]
+            assert attributes["parameters"], text
+            assert set(attributes["parameters"]) <= set(names)
+            assert isinstance(attributes["bucket"], int)
+            assert all(name in text for name in attributes["parameters"])
+        assert_dead(running)
+        del running
+        assert_nothing_left(before)
+        os.kill(pids[1], signal.SIGKILL)
+
+    first, stopped = run_ranks(body, 2, expect_failures=True)
+    assert first.complaint() is None, first.complaint()
+    assert stopped.exitcode == -signal.SIGKILL
+    assert not stopped.hung
+
+
+@each_transport
+def test_a_rank_that_goes_on_after_it_was_given_up_is_told(transport):
+    def body(rank, world):
+        pids = pids_of_all(world)
+        running = Communication(transport, timeout=1)
+        running.iterate()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            kind, text, _ = error_of(iterate_until_it_fails, running)
+            assert issubclass(kind, CommError), (kind, text)
+            return
+        kind, text, attributes = error_of(iterate_until_it_fails, running)
+        assert (kind, attributes["missing"]) == (CommTimeout, [1]), text
+        os.kill(pids[1], signal.SIGCONT)
+
+    run_ranks(body, 2)
+
+
+@each_transport
+@each_program
+def test_an_interrupt_ends_every_rank_that_works(program, transport):
+    def body(rank, world):
+        pids = pids_of_all(world)
+        running = PROGRAMS[program](transport)
+        running.iterate()
+        if rank == 0:
+            threading.Timer(0.3, interrupt, (pids,)).start()
+        try:
+            iterate_until_it_fails(running)
+        finally:
+            assert seconds_since("interrupted") < 3
+
+    for outcome in run_ranks(body, 2, expect_failures=True):
+        assert outcome.error_type == "KeyboardInterrupt", outcome.complaint()
+
+
+@each_transport
+@each_program
+def test_an_interrupt_ends_every_rank_that_waits(program, transport):
+    def body(rank, world):
+        pids = pids_of_all(world)
+        running = PROGRAMS[program](transport)
+        running.iterate()
+        if rank == 0:
+            threading.Timer(0.5, interrupt, (pids,)).start()
+        try:
+            if rank == 0:
+                threading.Event().wait(30)
+            running.iterate()
+        finally:
+            assert seconds_since("interrupted") < 3
+
+    for outcome in run_ranks(body, 3, expect_failures=True):
+        assert outcome.error_type == "KeyboardInterrupt", outcome.complaint()
+
+
+def interrupt(pids):
+    note_now("interrupted")
+    for pid in pids:
+        os.kill(pid, signal.SIGINT)
+
+
+@each_transport
+def test_a_backward_that_raises_fails_the_iteration_everywhere_and_no_other(transport):
+    def body(rank, world, disturbed):
+        training = Training(transport)
+        for iteration in range(6):
+            if iteration != 3:
+                training.iterate()
+                continue
+            if not disturbed:  # the same data is drawn, nothing is learnt
+                torch.randn(8, 60, generator=training.data)
+                continue
+            FailingBackward.armed = rank == 1
+            kind, text, _ = error_of(training.backward)
+            FailingBackward.armed = False
+            if rank == 1:
+                assert kind is ArithmeticError, (kind, text)
+            else:
+                assert kind is StepFailed, (kind, text)
+                assert "rank 1" in text
+        return training.parameters()
+
+    disturbed = run_ranks(body, 3, True)
+    calm = run_ranks(body, 3, False)
+    for parameters in disturbed:
+        assert all(torch.equal(a, b) for a, b in zip(parameters, calm[0], strict=True))
+
+
+@each_transport
+def test_gradients_of_a_failed_iteration_are_not_applied(transport):
+    def body(rank, world):
+        training = Training(transport)
+        training.iterate()
+        before = training.parameters()
+        FailingBackward.armed = rank == 1
+        with contextlib.suppress(ArithmeticError, StepFailed):
+            training.backward()
+        FailingBackward.armed = False
+        with contextlib.suppress(RuntimeError):
+            training.optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, training.parameters(), strict=True))
+
+    run_ranks(body, 2)
+
+
+@each_transport
+def test_a_closed_communicator_fails_the_peers_that_wait_for_it(transport):
+    def body(rank, world):
+        before = own_footprint()
+        comm = Communicator(transport=transport, timeout=20)
+        comm.barrier()
+        if rank == 1:
+            note_now("closed")
+            comm.close()
+            return
+        kind, text, attributes = error_of(comm.barrier)
+        assert kind is PeerFailed, (kind, text)
+        assert attributes["rank"] == 1, text
+        assert seconds_since("closed") < KNOWN_WITHIN_S[transport]
+        comm.close()
+        del comm
+        assert_nothing_left(before)
+
+    run_ranks(body, 3)
+
+
+@each_transport
+def test_what_a_rank_did_before_it_closed_counts(transport):
+    def body(rank, world):
+        for _ in range(20):
+            with Communicator(transport=transport, timeout=20) as comm:
+                x = torch.ones(100000)
+                comm.all_reduce(x)
+                assert (x == world).all()
+
+    run_ranks(body, 2)
+
+
+@each_transport
+def test_a_wrapper_that_is_dropped_fails_the_peers_that_train_on(transport):
+    def body(rank, world):
+        training = Training(transport, timeout=20)
+        training.iterate()
+        if rank == 1:
+            del training
+            gc.collect()
+            return
+        kind, text, attributes = error_of(iterate_until_it_fails, training)
+        assert kind is PeerFailed, (kind, text)
+        assert attributes["rank"] == 1
+
+    run_ranks(body, 2)
+
+
+@each_transport
+def test_an_extra_backward_of_one_rank_fails_the_iteration_everywhere(transport):
+    def body(rank, world):
+        training = Training(transport)
+        training.iterate()
+        if rank == 1:
+            with training.ddp.no_sync():
+                training.ddp(torch.ones(1, 60)).sum().backward()
+        kind, text, _ = error_of(training.backward)
+        assert kind is StepFailed, (kind, text)
+        assert "2 on rank 1" in text
+        assert "1 on rank 0" in text
+        training.iterate()
+        return training.parameters()
+
+    first, *others = run_ranks(body, 3)
+    for parameters in others:
+        assert all(torch.equal(a, b) for a, b in zip(parameters, first, strict=True))
+
+
+@each_transport
+def test_a_rank_that_skips_an_iteration_fails_every_rank(transport):
+    def body(rank, world):
+        store = dist.distributed_c10d._get_default_store()
+        training = Training(transport, timeout=1)
+        training.iterate()
+        if rank == 1:
+            store.wait(["given_up"])
+            # Over sockets, what the peers had sent before they gave up still makes one complete iteration.
+            kind, text, _ = error_of(iterate_until_it_fails, training)
+            assert issubclass(kind, CommError), (kind, text)
+            return
+        kind, text, attributes = error_of(training.iterate)
+        store.set("given_up", "")
+        assert (kind, attributes["missing"]) == (CommTimeout, [1]), text
+
+    run_ranks(body, 2)
+
+
+def test_different_collectives_raise_on_every_rank_with_both():
+    def body(rank, world):
+        pairs = [
+            (lambda c: c.all_reduce(torch.ones(3)), lambda c: c.all_reduce(torch.ones(4)), ("3 float32", "4 float32")),
+            (
+                lambda c: c.all_reduce(torch.ones(3000)),
+                lambda c: c.all_reduce(torch.ones(3000).half()),
+                ("3000 float32", "3000 float16"),
+            ),
+            (lambda c: c.all_reduce(torch.ones(3)), lambda c: c.all_reduce(torch.ones(3), "max"), ("sum", "max")),
+            (lambda c: c.barrier(), lambda c: c.broadcast(torch.ones(3)), ("barrier", "broadcast")),
+            (lambda c: c.broadcast(torch.ones(3), 0), lambda c: c.broadcast(torch.ones(3), 1), ("rank 0", "rank 1")),
+        ]
+        for most, one, words in pairs:
+            comm = Communicator(transport="shm", timeout=20)
+            kind, text, _ = error_of(lambda: (one if rank == 1 else most)(comm))  # noqa: B023
+            assert kind is CollectiveMismatch, (kind, text)
+            assert all(word in text for word in words), text
+            kind, _, _ = error_of(comm.barrier)
+            assert issubclass(kind, CommError)
+            comm.close()
+
+    run_ranks(body, 3)
+
+
+def _linears(*shapes, dtype=torch.float32):
+    return torch.nn.Sequential(*(torch.nn.Linear(*shape, dtype=dtype) for shape in shapes))
+
+
+def _named(*names):
+    module = torch.nn.Module()
+    for name in names:
+        module.register_parameter(name, torch.nn.Parameter(torch.zeros(2)))
+    return module
+
+
+MODELS = {
+    "number": (lambda: _linears((2, 3)), lambda: _linears((2, 3), (3, 2)), ("2 parameters", "4", "1.weight")),
+    "shape": (lambda: _linears((2, 3)), lambda: _linears((2, 4)), ("0.weight", "(3, 2)", "(4, 2)")),
+    "dtype": (lambda: _linears((2, 3)), lambda: _linears((2, 3), dtype=torch.float64), ("0.weight", "float64")),
+    "order": (lambda: _named("a", "b"), lambda: _named("b", "a"), ("parameter 0", "a", "b")),
+}
+
+
+@each_transport
+@pytest.mark.parametrize("what", MODELS)
+def test_mismatched_models_raise_at_construction_with_the_first_difference(transport, what):
+    usual, other, words = MODELS[what]
+
+    def body(rank, world):
+        before = own_footprint()
+        module = other() if rank == 2 else usual()
+        kind, text, _ = error_of(lambda: DistributedDataParallel(module, transport=transport))
+        assert kind is ModelsDiffer, (kind, text)
+        assert all(word in text for word in (*words, "rank 0", "rank 2")), text
+        assert_nothing_left(before)
+
+    run_ranks(body, 3)
+
+
+@each_transport
+@each_program
+def test_another_version_raises_at_construction_on_every_rank(program, transport, monkeypatch):
+    def body(rank, world):
+        if rank == 1:
+            monkeypatch.setattr(gpucomm.world, "__version__", "9.9.9")
+        kind, text, _ = error_of(lambda: PROGRAMS[program](transport))
+        assert issubclass(kind, CommError), (kind, text)
+        assert "9.9.9 on rank 1" in text.replace("'", ""), text
+        assert f"{gpucomm.__version__} on rank 0" in text.replace("'", "")
+
+    run_ranks(body, 2)
+
+
+@each_transport
+def test_a_peer_that_never_comes_to_construction_is_named(transport):
+    def body(rank, world):
+        if rank == 1:
+            return
+        kind, text, attributes = error_of(lambda: Communicator(transport=transport, timeout=0.5))
+        assert kind is CommTimeout, (kind, text)
+        assert attributes["missing"] == [1]
+
+    run_ranks(body, 3)
+
+
+def test_no_names_in_shared_memory_at_any_time():
+    def body(rank, world):
+        with Communicator(transport="shm") as comm:
+            comm.all_reduce(comm.empty(100))
+            assert not own_footprint().shm_entries
+            comm.barrier()
+
+    run_ranks(body, 2)
