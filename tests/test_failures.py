@@ -420,7 +420,7 @@ def test_different_collectives_raise_on_every_rank_with_both():
         ]
         for most, one, words in pairs:
             comm = Communicator(transport="shm", timeout=20)
-            kind, text, _ = error_of(lambda: (one if rank == 1 else most)(comm))  # noqa: B023
+            kind, text, _ = error_of(lambda: (one if rank == 1 else most)(comm))
             assert kind is CollectiveMismatch, (kind, text)
             assert all(word in text for word in words), text
             kind, _, _ = error_of(comm.barrier)
