@@ -44,8 +44,15 @@ def footprint(pid: int | None = None) -> Footprint:
         fds=fds,
         memfds=tuple(target for target in fds.values() if "/memfd:" in target) + mapped_memfds(pid),
         threads=len(tasks),
-        children=frozenset(int(child) for task in tasks for child in (task / "children").read_text().split()),
+        children=frozenset(int(child) for task in tasks for child in _children_of(task)),
     )
+
+
+def _children_of(task: Path) -> list[str]:
+    try:
+        return (task / "children").read_text().split()
+    except FileNotFoundError:
+        return []  # a thread that has ended meanwhile
 
 
 def shm_entries() -> frozenset[str]:
