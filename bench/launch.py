@@ -17,7 +17,9 @@ from gate import Gate
 from torch.distributed import TCPStore
 
 # Freed multi-megabyte gradients are otherwise unmapped and faulted in again in every step, which swamps the comparison.
-_MALLOC_KEEP_BYTES = str(1 << 30)
+# glibc ignores an mmap threshold above 32 MiB, and sticks to 128 KiB then: worse than saying nothing.
+_MALLOC_MMAP_BYTES = str(32 << 20)
+_MALLOC_KEEP_BYTES = str(16 << 30)
 _POLL_S = 0.1
 
 
@@ -50,7 +52,7 @@ def start_ranks(script: str, argv: list[str], size: int, with_mpi: bool, timeout
             "GPUCOMM_BENCH_GATE": f"/proc/{os.getpid()}/fd/{gate}",
             "GPUCOMM_BENCH_LAUNCHER": "mpirun" if with_mpi else "processes",
             "OMP_NUM_THREADS": "1",
-            "MALLOC_MMAP_THRESHOLD_": _MALLOC_KEEP_BYTES,
+            "MALLOC_MMAP_THRESHOLD_": _MALLOC_MMAP_BYTES,
             "MALLOC_TRIM_THRESHOLD_": _MALLOC_KEEP_BYTES,
         }
         command = [sys.executable, script, *argv]

@@ -122,7 +122,13 @@ class Mode:
 
 class Engine:
     def __init__(
-        self, transport: Transport, stream: Stream, trace: Trace, parameters: int, average: bool = True
+        self,
+        transport: Transport,
+        stream: Stream,
+        trace: Trace,
+        parameters: int,
+        average: bool = True,
+        piece_bytes: int = 0,
     ) -> None: ...
     def set_plan(
         self, buckets: list[tuple[Memory, str, int, list[tuple[int, int, int]]]], layout_hash: int

@@ -25,6 +25,8 @@ _STOCK_CAP_MIB = 25
 # Shared memory wants small buckets: reduced while they are in cache, and early. Sockets want few messages.
 _OWN_CAPS = {"shm": (1 * MIB,), "loopback": (1 * MIB,)}
 _SOCKET_CAPS = (1 * MIB, 8 * MIB)
+# In shared memory a piece of a bucket is reduced as soon as it is packed, while a core's own cache still holds it.
+_PIECE_BYTES = {"shm": MIB // 4, "loopback": MIB // 4}
 
 
 class DistributedDataParallel(TorchDDP):
@@ -133,6 +135,7 @@ class DistributedDataParallel(TorchDDP):
             stream,
             core_transport,
             caps if caps is not None else _OWN_CAPS.get(core_transport.name(), _SOCKET_CAPS),
+            piece_bytes=_PIECE_BYTES.get(core_transport.name(), 0),
             allow_unused=find_unused_parameters,
             static_graph=static_graph,
             plan=plan,

@@ -29,6 +29,7 @@ class Reducer:
     """Owns the engine, the plan, the buckets and the hooks of the parameters of one wrapper.
 
     table: all parameters of the module, the same on every rank. caps: see BucketPlan.build.
+    piece_bytes: buckets are packed and reduced in pieces of this size, 0: each as a whole.
     allow_unused: parameters without a gradient are no error. static_graph: which ones have none never changes.
     comm: brings the transport; collectives of the wrapper and of the engine come in one order on its stream.
     plan: a plan to use from the start and to keep; else rebuilt once in the order in which gradients became ready.
@@ -42,6 +43,7 @@ class Reducer:
         transport: _core.Transport,
         caps: Sequence[int],
         *,
+        piece_bytes: int,
         allow_unused: bool,
         static_graph: bool,
         plan: BucketPlan | None = None,
@@ -55,7 +57,7 @@ class Reducer:
         self.allow_unused = allow_unused
         self.static_graph = static_graph
         self.trace = _core.Trace()
-        self.engine = _core.Engine(transport, stream, self.trace, len(self.params))
+        self.engine = _core.Engine(transport, stream, self.trace, len(self.params), piece_bytes=piece_bytes)
         self.plan_is_final = plan is not None
         self.sync_requested: Callable[[], bool] = lambda: True
 

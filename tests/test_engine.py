@@ -9,6 +9,7 @@ from ranks import run_ranks
 from torch import nn
 from toys import batch, mlp
 
+import gpucomm.ddp as ddp_module
 from gpucomm import BucketPlan, Transport, _core
 from gpucomm import DistributedDataParallel as Ours
 
@@ -119,6 +120,35 @@ def test_a_plan_of_another_model_is_refused(wrong):
             Ours(model, plan=BucketPlan.from_json(plan))
 
     run_ranks(body, 1)
+
+
+@pytest.mark.parametrize("piece_bytes", [0, 64, 500, 4096])
+def test_pieces_of_buckets_give_the_same_gradients_and_cover_every_element_once(piece_bytes, monkeypatch):
+    monkeypatch.setitem(ddp_module._PIECE_BYTES, "doubling", piece_bytes)
+    monkeypatch.setitem(ddp_module._PIECE_BYTES, "shm", piece_bytes)
+
+    def body(rank, world):
+        plain = mlp()
+        transport = Doubling()
+        arms = [Ours(copy.deepcopy(plain), bucket_cap_mb=0.004), Ours(copy.deepcopy(plain), transport=transport)]
+        for iteration in range(3):
+            for model, r in ((arms[0], rank), (plain, 0), (arms[1], 0)):
+                model.zero_grad()
+                model(batch(r, iteration, 4, 24)).square().mean().backward()
+            for a, b in zip(plain.parameters(), arms[1].parameters(), strict=True):
+                assert torch.equal(a.grad, b.grad)
+        buckets = arms[1].reducer.plan.buckets
+        sizes = [numel for kind, numel in transport.log if kind == "all_reduce"]
+        piece = piece_bytes // 4 or max(b.numel for b in buckets)
+        assert sizes == 3 * [min(piece, b.numel - at) for b in buckets for at in range(0, b.numel, piece)]
+        return [p.grad.clone() for p in arms[0].parameters()]
+
+    whole, _ = run_ranks(body, 2)
+    expected = mlp()
+    for r in range(2):
+        expected(batch(r, 2, 4, 24)).square().mean().div(2).backward()
+    for a, b in zip(whole, expected.parameters(), strict=True):
+        torch.testing.assert_close(a, b.grad)
 
 
 class Doubling(Transport):

@@ -123,11 +123,12 @@ void bind_engine(py::module_& module) {
 
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
       .def(py::init([](std::shared_ptr<Transport> transport, std::shared_ptr<Stream> stream,
-                       std::shared_ptr<Trace> trace, size_t parameters, bool average) {
+                       std::shared_ptr<Trace> trace, size_t parameters, bool average, size_t piece_bytes) {
              return std::make_shared<Engine>(std::move(transport), std::move(stream), std::make_shared<CpuCodec>(),
-                                             std::move(trace), parameters, average);
+                                             std::move(trace), parameters, average, piece_bytes);
            }),
-           py::arg("transport"), py::arg("stream"), py::arg("trace"), py::arg("parameters"), py::arg("average") = true)
+           py::arg("transport"), py::arg("stream"), py::arg("trace"), py::arg("parameters"), py::arg("average") = true,
+           py::arg("piece_bytes") = 0)
       .def("set_plan", &set_plan, py::arg("buckets"), py::arg("layout_hash"))
       .def("replace_memory", &Engine::replace_memory, py::arg("bucket"), py::arg("memory"))
       .def("arm", &Engine::arm)

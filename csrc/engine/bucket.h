@@ -1,4 +1,5 @@
-// A bucket: slots of several parameters in one piece of memory that is reduced as a whole. It counts its slots down.
+// A bucket: slots of several parameters in one stretch of memory. It counts its slots down, and knows how far from its
+// start it is packed without a gap: it may be reduced in pieces while its later slots are still to come.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +15,9 @@ namespace gpucomm {
 // Where a parameter's gradient lies in its bucket. A parameter without a slot (frozen) has bucket -1.
 struct Slot {
   int32_t bucket = -1;
+  uint32_t order = 0;  // among the slots of the bucket
   DType dtype = DType::kFloat32;
+  size_t offset = 0;  // in elements from the start of the bucket
   size_t numel = 0;
   std::byte* address = nullptr;
 };
@@ -24,8 +27,12 @@ struct Bucket {
   DType dtype = DType::kFloat32;
   size_t numel = 0;                 // padding between slots included, it is zero
   std::vector<int32_t> parameters;  // in slot order
-  size_t pending = 0;               // slots not yet packed in this iteration
-  Event reduced;                    // recorded when launched
+  // Of this iteration:
+  size_t pending = 0;   // slots not yet packed
+  size_t in_order = 0;  // slots packed before the first one that is not
+  size_t packed = 0;    // elements from the start without a gap
+  size_t launched = 0;  // elements from the start whose reduction was started
+  Event reduced;        // recorded when the last piece was launched
   uint64_t launch_ticks = 0;
 };
 

@@ -1,5 +1,6 @@
 #include "engine/engine.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -9,11 +10,12 @@ namespace gpucomm {
 static size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
 Engine::Engine(std::shared_ptr<Transport> transport, std::shared_ptr<Stream> stream, std::shared_ptr<Codec> codec,
-               std::shared_ptr<Trace> trace, size_t parameters, bool average)
+               std::shared_ptr<Trace> trace, size_t parameters, bool average, size_t piece_bytes)
     : transport_(std::move(transport)),
       stream_(std::move(stream)),
       codec_(std::move(codec)),
       trace_(std::move(trace)),
+      piece_bytes_(piece_bytes),
       slots_(parameters),
       packed_(parameters, 0),
       used_(parameters),
@@ -41,8 +43,12 @@ void Engine::set_plan(std::vector<BucketSpec> specs, uint64_t layout_hash) {
     for (const SlotSpec& slot : spec.slots) {
       GPUCOMM_ASSERT(slot.offset + slot.numel <= spec.numel, "parameter " + std::to_string(slot.parameter));
       auto* base = static_cast<std::byte*>(spec.memory.address);
-      slots_.at(static_cast<size_t>(slot.parameter)) = {index, spec.dtype, slot.numel,
-                                                        base + slot.offset * element_bytes};
+      slots_.at(static_cast<size_t>(slot.parameter)) = {.bucket = index,
+                                                        .order = static_cast<uint32_t>(bucket.parameters.size()),
+                                                        .dtype = spec.dtype,
+                                                        .offset = slot.offset,
+                                                        .numel = slot.numel,
+                                                        .address = base + slot.offset * element_bytes};
       bucket.parameters.push_back(slot.parameter);
     }
     bucket.memory = std::move(spec.memory);
@@ -72,20 +78,47 @@ void Engine::arm() {
   ready_order_.clear();
   packed_.assign(packed_.size(), 0);
   second_round_.clear();
-  for (Bucket& bucket : buckets_) bucket.pending = bucket.parameters.size();
+  for (Bucket& bucket : buckets_) {
+    bucket.pending = bucket.parameters.size();
+    bucket.in_order = bucket.packed = bucket.launched = 0;
+  }
 }
 
 void Engine::mark_ready(int32_t parameter, const void* grad, DType grad_dtype) {
   const Slot& slot = slots_[static_cast<size_t>(parameter)];
   const uint64_t ready = ticks();
-  codec_->pack(slot.address, slot.dtype, grad, grad_dtype, slot.numel, pack_scale_);
   const size_t bytes = slot.numel * size_of(slot.dtype);
   trace_->record(TraceKind::kReady, parameter, ready, ready, bytes, iteration_);
+  pack_in_pieces(slot, grad, grad_dtype);
   trace_->record(TraceKind::kPack, parameter, ready, ticks(), bytes, iteration_);
   used_.set(static_cast<size_t>(parameter));
   ready_order_.push_back(parameter);
   count_down(parameter);
-  launch_full_buckets();
+  launch_packed();
+}
+
+size_t Engine::piece_numel(const Bucket& bucket) const {
+  return piece_bytes_ == 0 ? bucket.numel : std::max<size_t>(piece_bytes_ / size_of(bucket.dtype), 1);
+}
+
+// Packs up to each border between pieces that lies in the slot and launches what ends there; the rest is left to the
+// caller. So a piece of a large gradient is reduced while it is in cache.
+void Engine::pack_in_pieces(const Slot& slot, const void* grad, DType grad_dtype) {
+  Bucket& bucket = bucket_of(slot);
+  const size_t piece = piece_numel(bucket);
+  const bool in_order = bucket.in_order == slot.order;
+  size_t done = 0;
+  while (done < slot.numel) {
+    size_t numel = slot.numel - done;
+    if (in_order && piece > 0) numel = std::min(numel, piece - (slot.offset + done) % piece);
+    codec_->pack(slot.address + done * size_of(slot.dtype), slot.dtype,
+                 static_cast<const std::byte*>(grad) + done * size_of(grad_dtype), grad_dtype, numel, pack_scale_);
+    done += numel;
+    if (in_order && done < slot.numel) {
+      bucket.packed = slot.offset + done;
+      launch_packed();
+    }
+  }
 }
 
 void Engine::complete(int32_t parameter, const void* grad, DType grad_dtype) {
@@ -109,19 +142,53 @@ void Engine::request_second_round(int32_t parameter) {
 }
 
 void Engine::count_down(int32_t parameter) {
-  Bucket& bucket = buckets_[static_cast<size_t>(slots_[static_cast<size_t>(parameter)].bucket)];
+  Bucket& bucket = bucket_of(slots_[static_cast<size_t>(parameter)]);
   GPUCOMM_ASSERT(bucket.pending > 0 && !packed(parameter), "parameter " + std::to_string(parameter));
   packed_[static_cast<size_t>(parameter)] = 1;
   --bucket.pending;
+  const size_t before = bucket.in_order;
+  while (bucket.in_order < bucket.parameters.size() && packed(bucket.parameters[bucket.in_order])) ++bucket.in_order;
+  if (bucket.in_order == bucket.parameters.size()) {
+    bucket.packed = bucket.numel;
+  } else if (bucket.in_order > before) {
+    bucket.packed = slots_[static_cast<size_t>(bucket.parameters[bucket.in_order])].offset;
+  }
 }
 
-void Engine::launch_full_buckets() {
-  if (launched_ == buckets_.size() || buckets_[launched_].pending > 0) return;
-  do {
-    launch(buckets_[launched_++]);
-  } while (launched_ < buckets_.size() && buckets_[launched_].pending == 0);
+// Starts the reduction of every piece that is packed and before which all is launched, in plan order.
+void Engine::launch_packed() {
+  bool any = false;
+  while (launched_ < buckets_.size()) {
+    Bucket& bucket = buckets_[launched_];
+    while (launch_next_piece(bucket)) any = true;
+    if (bucket.launched < bucket.numel || bucket.pending > 0) break;
+    if (bucket.numel == 0) {
+      bucket.launch_ticks = ticks();
+      bucket.reduced = stream_->record();
+    }
+    ++launched_;
+  }
+  if (!any) return;
   stream_->progress();
   note_reduced();
+}
+
+bool Engine::launch_next_piece(Bucket& bucket) {
+  const size_t end = std::min(bucket.launched + piece_numel(bucket), bucket.numel);
+  if (end == bucket.launched || end > bucket.packed) return false;
+  if (bucket.launched == 0) bucket.launch_ticks = ticks();
+  void* address = static_cast<std::byte*>(bucket.memory.address) + bucket.launched * size_of(bucket.dtype);
+  transport_->start({.kind = CollectiveKind::kAllReduce,
+                     .dtype = bucket.dtype,
+                     .op = ReduceOp::kSum,
+                     .numel = end - bucket.launched,
+                     .scale = is_floating(bucket.dtype) ? reduce_scale_ : 1.0,
+                     .in = address,
+                     .out = address},
+                    *stream_);
+  bucket.launched = end;
+  if (end == bucket.numel) bucket.reduced = stream_->record();
+  return true;
 }
 
 // Which buckets were reduced by now, as far as this rank has seen: it looks when a bucket is launched and at the end.
@@ -132,19 +199,6 @@ void Engine::note_reduced() {
                    bucket.numel * size_of(bucket.dtype), iteration_);
     ++reduced_;
   }
-}
-
-void Engine::launch(Bucket& bucket) {
-  bucket.launch_ticks = ticks();
-  transport_->start({.kind = CollectiveKind::kAllReduce,
-                     .dtype = bucket.dtype,
-                     .op = ReduceOp::kSum,
-                     .numel = bucket.numel,
-                     .scale = is_floating(bucket.dtype) ? reduce_scale_ : 1.0,
-                     .in = bucket.memory.address,
-                     .out = bucket.memory.address},
-                    *stream_);
-  bucket.reduced = stream_->record();
 }
 
 std::vector<int32_t> Engine::missing() const {
@@ -160,7 +214,7 @@ std::vector<int32_t> Engine::missing() const {
 
 const Verdict& Engine::finish(const HeaderWords& words) {
   GPUCOMM_ASSERT(mode_ == Mode::kReduce, "finish outside a backward");
-  launch_full_buckets();
+  launch_packed();
   GPUCOMM_ASSERT(launched_ == buckets_.size(), std::to_string(launched_) + " of " + std::to_string(buckets_.size()));
   start_header(words);
   const Event header = stream_->record();

@@ -2,8 +2,8 @@
 //
 // One iteration on one rank, all calls from the thread that runs backward:
 //   arm()                   the first gradient hook of a backward that shall be reduced
-//   mark_ready() per gradient: packs it into its slot; a bucket whose last slot is packed is reduced as soon as the
-//                           buckets before it in the plan are launched (the same order on every rank), without blocking
+//   mark_ready() per gradient: packs it into its slot; what is packed is reduced, piece by piece, as soon as everything
+//                           before it in the plan is launched (the same order on every rank), without blocking
 //   complete() per slot whose parameter got no gradient
 //   finish()                launches what is left, exchanges the header, waits for everything
 //
@@ -47,9 +47,10 @@ class Engine {
     kReduce,  // in a backward whose gradients are reduced
   };
 
-  // average: divide by the number of ranks (else the sum is wanted).
+  // average: divide by the number of ranks (else the sum is wanted). piece_bytes: buckets are packed and reduced in
+  // pieces of this size, 0: as a whole. Small pieces are reduced while they are in cache; the same on every rank.
   Engine(std::shared_ptr<Transport> transport, std::shared_ptr<Stream> stream, std::shared_ptr<Codec> codec,
-         std::shared_ptr<Trace> trace, size_t parameters, bool average);
+         std::shared_ptr<Trace> trace, size_t parameters, bool average, size_t piece_bytes);
 
   // Replaces the plan. Only between iterations; the memory of a bucket stays with the engine until the next set_plan().
   void set_plan(std::vector<BucketSpec> buckets, uint64_t layout_hash);
@@ -102,9 +103,12 @@ class Engine {
   Trace& trace() { return *trace_; }
 
  private:
+  Bucket& bucket_of(const Slot& slot) { return buckets_[static_cast<size_t>(slot.bucket)]; }
+  size_t piece_numel(const Bucket& bucket) const;
+  void pack_in_pieces(const Slot& slot, const void* grad, DType grad_dtype);
   void count_down(int32_t parameter);
-  void launch_full_buckets();
-  void launch(Bucket& bucket);
+  void launch_packed();
+  bool launch_next_piece(Bucket& bucket);
   void note_reduced();
   void note_wait(uint64_t begin_ticks, int32_t id, size_t bytes);
   void start_header(const HeaderWords& words);
@@ -116,6 +120,7 @@ class Engine {
   std::shared_ptr<Trace> trace_;
   double reduce_scale_ = 1.0;  // applied by the transport's reduction,
   double pack_scale_ = 1.0;    // or by pack where the transport cannot
+  size_t piece_bytes_;
 
   Mode mode_ = Mode::kIdle;
   uint64_t iteration_ = 0;
@@ -124,7 +129,7 @@ class Engine {
   std::vector<uint8_t> packed_;
   std::vector<int32_t> ready_order_;
   std::vector<Bucket> buckets_;
-  size_t launched_ = 0;  // buckets launched in this iteration, in plan order
+  size_t launched_ = 0;  // buckets launched as a whole in this iteration, in plan order
   size_t reduced_ = 0;   // of those, known to be complete
   int64_t wait_ticks_ = 0;
   const TickScale tick_scale_ = TickScale::measure();
