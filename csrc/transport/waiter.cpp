@@ -73,8 +73,11 @@ void Bell::wake() {
   futex(rung, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
+// With a core for each rank the peer is at work and comes soon: a sleep and its wake-up cost more than the piece that
+// is waited for (1 MiB through staging: 830 us with 20 yields, 150 with 300). A yield gives the core to whoever needs
+// it.
 Waiter::Waiter(Embedder* embedder, bool crowded)
-    : embedder_(embedder), pauses_(crowded ? 4 : 40), yields_(crowded ? 8 : 20) {}
+    : embedder_(embedder), pauses_(crowded ? 4 : 40), yields_(crowded ? 8 : 300) {}
 
 bool Waiter::spin(const std::atomic<uint64_t>& counter, uint64_t target, int pauses) {
   for (int i = 0; i < pauses; ++i) {
