@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpucomm.examples.train_lm import model as gpt_model
+
 
 @dataclass
 class Workload:
@@ -74,23 +76,20 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class Gpt(nn.Module):
-    """Byte-level language model; forward(tokens, targets), both [batch, length], gives the loss."""
+class LanguageModel(nn.Module):
+    """The example's GPT; forward(tokens, targets), both [batch, length], gives the loss."""
 
-    def __init__(self, depth: int, width: int, heads: int, length: int):
+    def __init__(self, shape: gpt_model.Shape):
         super().__init__()
-        self.token, self.position = nn.Embedding(256, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*[Block(width, heads, causal=True) for _ in range(depth)])
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        self.body = gpt_model.GPT(shape)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
-        return F.cross_entropy(self.head(self.norm(self.blocks(x))).flatten(0, 1), targets.flatten())
+        return gpt_model.loss(self.body, (tokens, targets))
 
 
-def gpt(depth: int, width: int, heads: int, length: int, batch: int) -> Workload:
-    tokens = torch.randint(256, (batch, length + 1))
-    return Workload(Gpt(depth, width, heads, length), (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+def gpt(shape: gpt_model.Shape, batch: int) -> Workload:
+    tokens = torch.randint(256, (batch, shape.block_size // 2 + 1))
+    return Workload(LanguageModel(shape), (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
 
 
 def convnet(width: int, stages: int, batch: int) -> Workload:
@@ -166,7 +165,7 @@ def vit(depth: int, width: int, heads: int, batch: int) -> Workload:
 WORKLOADS: dict[str, tuple[Callable[[], Workload], Callable[[], Workload]]] = {
     "tensors240": (lambda: layers(120, 128, 64), lambda: layers(120, 16, 4)),
     "mlp16.8m": (lambda: layers(16, 1024, 64), lambda: layers(16, 64, 4)),
-    "gpt10m": (lambda: gpt(6, 376, 8, 128, 2), lambda: gpt(2, 32, 2, 16, 1)),
+    "gpt10m": (lambda: gpt(gpt_model.PRESETS["medium"], 2), lambda: gpt(gpt_model.Shape(2, 2, 32, 16), 1)),
     "convnet": (lambda: convnet(64, 4, 8), lambda: convnet(8, 2, 2)),
     "lstm": (lambda: lstm(512, 2, 32, 16), lambda: lstm(32, 2, 4, 2)),
     "tied": (lambda: tied(32768, 256, 64), lambda: tied(512, 16, 8)),

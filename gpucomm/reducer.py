@@ -8,6 +8,7 @@ Every parameter, frozen ones too, has an index from construction on. Whatever co
 from the verdict, which is the same on all of them.
 """
 
+import _thread
 import sys
 import warnings
 import weakref
@@ -360,6 +361,8 @@ class Reducer:
             self.comm.all_gather_bytes(_current_error_text().encode())
         except BaseException as error:  # nobody to raise to: it is raised by whatever comes next
             self._break(error)
+            if isinstance(error, KeyboardInterrupt):
+                _thread.interrupt_main()  # this one must not be lost
         finally:
             self._reset()
 
@@ -375,6 +378,8 @@ class Reducer:
     def _break(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
+            # A process group may still have an operation on the buckets under way, and no way to call it back.
+            _abandoned.extend(self._memories)
             self.transport.abort(f"{type(error).__name__}: {error}")
 
     def _raise_failure(self) -> None:
@@ -426,6 +431,9 @@ _UNUSED_TEXT = (
     "iteration: {names}. Parameter indices which did not receive grad: {indices}. (The gradients of that iteration "
     "were reduced over all ranks.)"
 )
+
+# Memory that outlives its wrapper, because something may still be written to it.
+_abandoned: list[BucketMemory] = []
 
 _live: weakref.WeakSet[Reducer] = weakref.WeakSet()
 

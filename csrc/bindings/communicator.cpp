@@ -100,6 +100,9 @@ struct Arguments {
   }
 };
 
+// After a failure a process group may still write to the array, and cannot be called back: it is never freed.
+void abandon(PyObject* array) { Py_INCREF(array); }
+
 ReduceOp parse_op(PyObject* op) {
   if (!op) return ReduceOp::kSum;
   const char* text = PyUnicode_Check(op) ? PyUnicode_AsUTF8(op) : nullptr;
@@ -150,7 +153,15 @@ PyObject* carry_out(CommunicatorBase* self, Collective collective, PyObject* res
   if (!channel.transport) throw std::runtime_error("this communicator is closed");
   const Busy busy(channel);
   if (!async_op) {
-    channel.transport->run(collective, *channel.stream);
+    try {
+      channel.transport->run(collective, *channel.stream);
+    } catch (const UsageError&) {
+      throw;
+    } catch (...) {
+      abandon(result);
+      if (also_kept) abandon(also_kept);
+      throw;
+    }
     if (!channel.in_flight.empty()) channel.forget_completed();
     return Py_NewRef(result);
   }
@@ -263,6 +274,9 @@ PyObject* release(PyObject* object, PyObject*) {
   return guarded([&] {
     Channel& channel = *reinterpret_cast<CommunicatorBase*>(object)->channel;
     const Busy busy(channel);
+    for (const auto& [event, array] : channel.in_flight) {
+      if (!channel.stream->query(event)) abandon(array.ptr());
+    }
     channel.in_flight.clear();
     channel.transport.reset();
     return Py_NewRef(Py_None);
