@@ -50,24 +50,24 @@ def layers(count: int, width: int, batch: int) -> Workload:
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int, causal: bool):
+    def __init__(self, width: int, heads: int):
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.heads = heads
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        mixed = F.scaled_dot_product_attention(q, k, v)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, width: int, heads: int, causal: bool):
+    def __init__(self, width: int, heads: int):
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads, causal)
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
@@ -148,7 +148,7 @@ class Vit(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, width, 4, 4)
         self.position = nn.Parameter(torch.randn(1, 64, width) * 0.02)
-        self.blocks = nn.Sequential(*[Block(width, heads, causal=False) for _ in range(depth)])
+        self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(depth)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 100)
 
     def forward(self, images: Tensor) -> Tensor:
