@@ -28,6 +28,7 @@ class ParameterTable:
         self._module = module
         self._ignored = frozenset(ignored)
         self._changed = False
+        self._place_of: dict[int, tuple[nn.Module, str]] = {}
         self._find_places()
         _watched.add(self)
 
@@ -35,23 +36,39 @@ class ParameterTable:
         """Under which modules and names each object is registered; modules are held, so that their ids stay theirs."""
         index_of = {id(param): index for index, param in enumerate(self.params)}
         self._modules = list(self._module.modules())
-        self._places = {
-            (id(module), name): index_of[id(param)]
-            for module in self._modules
-            for name, param in module._parameters.items()
-            if id(param) in index_of
-        }
+        self._module_ids = set(map(id, self._modules))
+        self._places: dict[tuple[int, str], int] = {}
+        for module in self._modules:
+            for name, param in module._parameters.items():
+                if (index := index_of.get(id(param))) is not None:
+                    self._places[id(module), name] = index
+                    self._place_of[index] = (module, name)
 
     def note_parameter(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
-        """A parameter was registered somewhere: if in one of our places, it takes over at once."""
+        """A parameter was registered somewhere: if in one of our places, it takes over at once.
+
+        One with a new name below our module is judged by refresh(): it may be an old one that moved (pruning does so).
+        """
         index = self._places.get((id(module), name))
         if index is not None and param is not self.params[index]:
             self._changed = True
             self._replace(index, param)
+        elif index is None and id(module) in self._module_ids:
+            self._changed = True
 
     def note_module(self, parent: nn.Module) -> None:
         """A submodule was registered somewhere: if below ours, its parameters are looked up by refresh()."""
-        self._changed = self._changed or any(module is parent for module in self._modules)
+        self._changed = self._changed or id(parent) in self._module_ids
+
+    def is_in_place(self, index: int) -> bool:
+        """False if another object was put behind the name past torch's registration, straight into `_parameters`."""
+        module, name = self._place_of[index]
+        found = module._parameters.get(name)
+        return found is self.params[index] or not isinstance(found, nn.Parameter)  # functional_call's last for one call
+
+    def look_again(self) -> None:
+        """Makes the next refresh() compare everything."""
+        self._changed = True
 
     def refresh(self) -> None:
         """Brings names and objects together again if something changed; cheap if not.
@@ -60,6 +77,8 @@ class ParameterTable:
         """
         if not self._changed:
             return
+        if not all(isinstance(param, nn.Parameter) for param in self._module.parameters()):
+            return  # functional_call put other tensors in the parameters' places, until it returns
         index_of = {name: index for index, name in enumerate(self.names)}
         ours = set(map(id, self.params))
         for name, param in self._module.named_parameters():

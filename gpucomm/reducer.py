@@ -74,12 +74,16 @@ class Reducer:
         self._backwards = 0  # since the last reduction, local ones too
         self._forwards = 0  # training forwards of the wrapper since then
         self._reduce_next: bool | None = None  # what the wrapper's last forward asked for
+        self._owes_reduction = False  # one of the forwards since the last reduction asked for one
+        self._orphans: frozenset[int] = frozenset()  # while not active: parameters that the active wrapper lacks
+        self._witness = next(i for i, p in enumerate(self.params) if p.requires_grad)
         self._failure: BaseException | None = None  # communication is broken for good
         self._usage_error: str | None = None  # raised by the wrapper's next forward
         self._static_usage: list[int] | None = None
-        self._warned_forwards = False
+        self._warned_forwards = self._warned_graph = False
         self._hooks: list[_core.GradHook] = []
         self._handles: list[torch.utils.hooks.RemovableHandle | None] = []
+        self._attached_to = [0] * len(self.params)  # addresses of the tensors' insides, which swapping exchanges
         self._apply_plan()
         for index, param in enumerate(self.params):
             self._hooks.append(self._make_hook(index))
@@ -97,13 +101,18 @@ class Reducer:
         self._raise_failure()
         if self._usage_error is not None:
             raise RuntimeError(self._usage_error)
+        if not self._is_attached(self._witness):
+            self._attach_all()
         self.table.refresh()
         if not self.active:
             _claim(self)
 
     def after_forward(self, reduce: bool) -> None:
         """It ended; `reduce` says whether the backward that follows is reduced (no_sync: it is not)."""
+        if not self.active:
+            _claim(self)  # a wrapper inside this one took over meanwhile
         self._reduce_next = reduce
+        self._owes_reduction = self._owes_reduction or reduce
         self._forwards += 1
 
     # ---- arm
@@ -113,6 +122,9 @@ class Reducer:
             return
         self._raise_failure()
         self.table.refresh()
+        if torch.is_grad_enabled() and not self._warned_graph:
+            self._warned_graph = True
+            warnings.warn(_CREATE_GRAPH_TEXT, stacklevel=2)
         reduce = self.sync_requested() if self._reduce_next is None else self._reduce_next
         if reduce:
             self._apply_plan()
@@ -193,11 +205,33 @@ class Reducer:
         if frozen:
             param.requires_grad_(True)  # a hook can only be registered then
         self._handles[index] = param.register_post_accumulate_grad_hook(self._hooks[index])
+        # Set again, because what was swapped into the object (torch.utils.swap_tensors) does not know of its hooks.
+        param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        self._attached_to[index] = param._cdata
         if frozen:
             param.requires_grad_(False)
 
+    def _is_attached(self, index: int) -> bool:
+        """Whether the hook of this index is on the object that the module has behind the name."""
+        is_same = self._handles[index] is None or self._attached_to[index] == self.params[index]._cdata
+        return is_same and self.table.is_in_place(index)
+
+    def _attach_all(self) -> None:
+        """Conversions may replace (or swap the insides of) all parameters without telling: then no hook is left."""
+        self.table.look_again()
+        self.table.refresh()
+        for index, param in enumerate(self.params):
+            if not self._is_attached(index):
+                self._attach_hook(index, param)
+
     def _on_other_gradient(self, index: int, param: torch.nn.Parameter) -> None:
         """A gradient that the hook could not simply pack."""
+        if index in self._orphans:
+            raise RuntimeError(
+                f"parameter '{self.names[index]}' got a gradient, but another wrapper that shares parameters with its "
+                "wrapper ran the last forward and does not have this one: run backward before another wrapper's "
+                "forward, or wrap one module that holds both"
+            )
         engine, grad = self.engine, param.grad
         if engine.mode != _core.Mode.REDUCE or grad is None:
             return  # not ours to reduce, or undefined: the parameter was not used
@@ -218,6 +252,8 @@ class Reducer:
     def _on_backward_end(self) -> None:
         if self.engine.mode == _core.Mode.LOCAL:
             self.engine.disarm()
+            if self._owes_reduction:
+                self._reduce_next = None  # a forward of those before was to be reduced: its backward is still to come
             return
         try:
             self._complete_missing()
@@ -242,7 +278,15 @@ class Reducer:
             self._reset()
 
     def _complete_missing(self) -> None:
-        for index in self.engine.missing():
+        missing = self.engine.missing()
+        if not all(map(self._is_attached, missing)):
+            detached = [index for index in missing if not self._is_attached(index)]
+            self._attach_all()
+            for index in detached:
+                if self.params[index].grad is not None:
+                    self._hooks[index](self.params[index])  # what autograd would have called
+            missing = self.engine.missing()
+        for index in missing:
             grad, view = self.params[index].grad, self._view(index)
             if grad is None or grad.shape != view.shape or grad.dtype != view.dtype:
                 self.engine.complete(index, None)
@@ -305,13 +349,17 @@ class Reducer:
             self.params[index].grad = mean.clone()
 
     def _check_usage(self, verdict: _core.Verdict) -> None:
-        """Parameters that got no gradient on some rank: an error in the next forward unless that was announced."""
+        """Parameters that got no gradient on some rank: an error in the next forward unless that was announced.
+
+        Collective: one that is frozen on every rank is no error, one that is frozen on some is one on all of them.
+        """
+        if self.allow_unused and not self.static_graph:
+            return
         used = set(verdict.used_by_all())
-        unused = [
-            i
-            for i in self.plan.parameters
-            if i not in used and self.params[i].requires_grad and self.params[i].numel() > 0
-        ]
+        unused = [i for i in self.plan.parameters if i not in used and self._specs[i].numel > 0]
+        if unused:
+            trainable = self.comm.all_gather_bytes(bytes(self.params[i].requires_grad for i in unused))
+            unused = [i for i, flags in zip(unused, zip(*trainable, strict=True), strict=True) if any(flags)]
         if self.static_graph:
             if self._static_usage is None:
                 self._static_usage = unused
@@ -321,7 +369,7 @@ class Reducer:
                     "Your training graph has changed in this iteration, while static_graph=True was set: these "
                     f"parameters changed between having and not having a gradient: {self._names_of(changed)}"
                 )
-        elif unused and not self.allow_unused:
+        elif unused:
             self._usage_error = _UNUSED_TEXT.format(names=self._names_of(unused), indices=unused)
 
     def _plan_in_ready_order(self) -> BucketPlan | None:
@@ -372,6 +420,7 @@ class Reducer:
         self._kept.clear()
         self._backwards = self._forwards = 0
         self._reduce_next = None
+        self._owes_reduction = False
 
     # ---- failure, usage, end
 
@@ -432,6 +481,11 @@ _UNUSED_TEXT = (
     "were reduced over all ranks.)"
 )
 
+_CREATE_GRAPH_TEXT = (
+    "backward(create_graph=True) through DistributedDataParallel: the gradients are reduced, but the reduced .grad has no "
+    "graph, so a second derivative cannot flow through it. Use torch.autograd.grad(..., create_graph=True) for that."
+)
+
 # Memory that outlives its wrapper, because something may still be written to it.
 _abandoned: list[BucketMemory] = []
 
@@ -444,7 +498,9 @@ def _claim(reducer: Reducer) -> None:
     for other in _live:
         if other is not reducer and any(id(p) in mine for p in other.params):
             other.active = False
+            other._orphans = frozenset(i for i, p in enumerate(other.params) if id(p) not in mine)
     reducer.active = True
+    reducer._orphans = frozenset()
 
 
 def _check_live(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

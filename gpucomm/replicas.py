@@ -48,11 +48,13 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], comm: Communicator, root:
     """Gives every rank rank root's values, as bytes, so of any dtype and layout; collective. Version counters stay."""
     with torch.no_grad():
         chunk: list[torch.Tensor] = []
+        nbytes = 0
         for tensor in tensors:
-            chunk.append(tensor)
-            if sum(t.numel() * t.element_size() for t in chunk) >= _CHUNK_BYTES:
+            chunk.append(_without_repeats(tensor))
+            nbytes += chunk[-1].nbytes
+            if nbytes >= _CHUNK_BYTES:
                 _broadcast_chunk(chunk, comm, root)
-                chunk = []
+                chunk, nbytes = [], 0
         _broadcast_chunk(chunk, comm, root)
 
 
@@ -78,3 +80,11 @@ def _broadcast_chunk(tensors: list[torch.Tensor], comm: Communicator, root: int)
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """Each element of memory once: an expanded tensor cannot be written to."""
+    if 0 not in tensor.stride():
+        return tensor
+    sizes = [min(size, 1) if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.detach().as_strided(sizes, [stride or 1 for stride in tensor.stride()])

@@ -16,6 +16,9 @@ namespace gpucomm {
 
 namespace {
 
+// After a failure a process group may still write to the array, and cannot be called back: it is never freed.
+void abandon(PyObject* array) { Py_INCREF(array); }
+
 // What a communicator and the Work handles it gave out share.
 struct Channel {
   std::shared_ptr<Transport> transport;
@@ -24,8 +27,18 @@ struct Channel {
   std::deque<std::pair<Event, py::object>> in_flight;
   bool busy = false;  // a thread is inside; the GIL may be released there
 
+  ~Channel() { abandon_unfinished(); }
+
   void forget_completed() {
     while (!in_flight.empty() && stream->query(in_flight.front().first)) in_flight.pop_front();
+  }
+
+  // What is not complete may still be written to, by a process group that cannot be called back: it is never freed.
+  void abandon_unfinished() {
+    for (const auto& [event, array] : in_flight) {
+      if (!stream->query(event)) abandon(array.ptr());
+    }
+    in_flight.clear();
   }
 };
 
@@ -99,9 +112,6 @@ struct Arguments {
     return true;
   }
 };
-
-// After a failure a process group may still write to the array, and cannot be called back: it is never freed.
-void abandon(PyObject* array) { Py_INCREF(array); }
 
 ReduceOp parse_op(PyObject* op) {
   if (!op) return ReduceOp::kSum;
@@ -274,10 +284,7 @@ PyObject* release(PyObject* object, PyObject*) {
   return guarded([&] {
     Channel& channel = *reinterpret_cast<CommunicatorBase*>(object)->channel;
     const Busy busy(channel);
-    for (const auto& [event, array] : channel.in_flight) {
-      if (!channel.stream->query(event)) abandon(array.ptr());
-    }
-    channel.in_flight.clear();
+    channel.abandon_unfinished();
     channel.transport.reset();
     return Py_NewRef(Py_None);
   });
