@@ -196,6 +196,7 @@ class Reducer:
         if frozen:
             param.requires_grad_(False)
 
+    @torch.no_grad()  # under create_graph=True gradients have a graph of their own, which must not reach the buckets
     def _on_other_gradient(self, index: int, param: torch.nn.Parameter) -> None:
         """A gradient that the hook could not simply pack."""
         engine, grad = self.engine, param.grad
@@ -215,6 +216,7 @@ class Reducer:
 
     # ---- finish
 
+    @torch.no_grad()
     def _on_backward_end(self) -> None:
         if self.engine.mode == _core.Mode.LOCAL:
             self.engine.disarm()

@@ -1,7 +1,9 @@
 """DistributedDataParallel against stock DDP, step by step and bit by bit, and what stock gets wrong."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -563,6 +565,29 @@ def test_hooks_of_the_user_run_as_without_the_wrapper():
         return sorted(calls)
 
     assert run_ranks(body, 2) == [["after", "before", "post"]] * 2
+
+
+def test_a_backward_that_creates_a_graph_gives_first_order_gradients_and_keeps_no_graph():
+    def body(rank, world):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+        ours = Ours(copy.deepcopy(model), find_unused_parameters=True)
+        outputs = []
+        for iteration in range(4):
+            ours.zero_grad()
+            expected = mean_gradients(model, lambda m, r, i=iteration: m(batch(r, i, 3, 4)).square().mean(), world)
+            output = ours(batch(rank, iteration, 3, 4))
+            outputs.append(weakref.ref(output))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's, that this may leak
+                output.square().mean().backward(create_graph=True)
+            del output
+            assert_mean(ours, expected)
+            assert not any(p.grad.requires_grad for p in ours.parameters())
+        gc.collect()
+        assert [output() for output in outputs] == [None] * 4
+
+    run_ranks(body, 2)
 
 
 def test_state_dict_has_torchs_names_and_loads_back():
