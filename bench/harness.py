@@ -188,6 +188,10 @@ def _run_rank(args: argparse.Namespace, body: Callable[[World, argparse.Namespac
         body(World(rank, size, gate, env["GPUCOMM_BENCH_LAUNCHER"]), args)
     finally:
         dist.destroy_process_group()
+    # Not through the interpreter's end, where stock DDP's last futures in gloo's threads may abort the process.
+    if env["GPUCOMM_BENCH_LAUNCHER"] != "mpirun":
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def _ranks(text: str) -> list[int]:

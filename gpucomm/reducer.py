@@ -21,7 +21,7 @@ from gpucomm import _core
 from gpucomm.backward import BackwardEnd, queue_at_outermost_end
 from gpucomm.buckets import BucketMemory, BucketPlan, ParameterSpec, allocate_buckets
 from gpucomm.communicator import Communicator
-from gpucomm.errors import CommError, CommTimeout, StepFailed
+from gpucomm.errors import CommError, CommTimeout, PeerFailed, StepFailed
 from gpucomm.parameters import ParameterTable
 from gpucomm.second_round import SecondRound
 
@@ -206,7 +206,7 @@ class Reducer:
             param.requires_grad_(True)  # a hook can only be registered then
         self._handles[index] = param.register_post_accumulate_grad_hook(self._hooks[index])
         # Set again, because what was swapped into the object (torch.utils.swap_tensors) does not know of its hooks.
-        param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
         self._attached_to[index] = param._cdata
         if frozen:
             param.requires_grad_(False)
@@ -224,6 +224,7 @@ class Reducer:
             if not self._is_attached(index):
                 self._attach_hook(index, param)
 
+    @torch.no_grad()  # under create_graph=True gradients have a graph of their own, which must not reach the buckets
     def _on_other_gradient(self, index: int, param: torch.nn.Parameter) -> None:
         """A gradient that the hook could not simply pack."""
         if index in self._orphans:
@@ -249,6 +250,7 @@ class Reducer:
 
     # ---- finish
 
+    @torch.no_grad()
     def _on_backward_end(self) -> None:
         if self.engine.mode == _core.Mode.LOCAL:
             self.engine.disarm()
@@ -300,11 +302,13 @@ class Reducer:
     def _finish_engine(self, failed: bool) -> _core.Verdict:
         try:
             return self.engine.finish(backwards=self._backwards, forwards=self._forwards, failed=failed, weight=1.0)
-        except CommTimeout as error:
+        except (CommTimeout, PeerFailed) as error:
             if (bucket := self.engine.reduced) == len(self.plan.buckets):
                 raise
             names = [self.names[slot.parameter] for slot in self.plan.buckets[bucket].slots]
             text = f"{error} (gradients, iteration {self.engine.iteration}, bucket {bucket}: {', '.join(names)})"
+            if isinstance(error, PeerFailed):
+                raise PeerFailed(text, error.rank, error.reason) from error
             raise CommTimeout(text, error.missing, bucket, names) from error
 
     def _resolve(self, verdict: _core.Verdict) -> None:
@@ -482,8 +486,8 @@ _UNUSED_TEXT = (
 )
 
 _CREATE_GRAPH_TEXT = (
-    "backward(create_graph=True) through DistributedDataParallel: the gradients are reduced, but the reduced .grad has no "
-    "graph, so a second derivative cannot flow through it. Use torch.autograd.grad(..., create_graph=True) for that."
+    "backward(create_graph=True) through DistributedDataParallel: the gradients are reduced, but the reduced .grad has "
+    "no graph, so a second derivative cannot flow through it. Use torch.autograd.grad(..., create_graph=True) for that."
 )
 
 # Memory that outlives its wrapper, because something may still be written to it.

@@ -1,7 +1,9 @@
 """DistributedDataParallel against stock DDP, step by step and bit by bit, and what stock gets wrong."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -495,6 +497,63 @@ def test_a_parameter_that_is_replaced_after_wrapping_is_reduced():
     run_ranks(body, 2)
 
 
+def test_a_forward_under_no_sync_after_one_to_be_reduced_does_not_cancel_its_reduction():
+    def body(rank, world):
+        model = mlp()
+        ours = Ours(copy.deepcopy(model))
+
+        def parts(m, r):
+            return m(batch(r, 0, 5, 24)).square().mean(), m(batch(r, 1, 5, 24)).mean()
+
+        expected = mean_gradients(model, lambda m, r: sum(parts(m, r)), world)
+        reduced = ours(batch(rank, 0, 5, 24)).square().mean()
+        with ours.no_sync():
+            ours(batch(rank, 1, 5, 24)).mean().backward()
+        reduced.backward()
+        assert_mean(ours, expected)
+
+    run_ranks(body, 2)
+
+
+def test_a_parameter_frozen_on_one_rank_only_is_an_error_on_all():
+    def body(rank, world):
+        ours = Ours(mlp())
+        ours(batch(rank, 0, 5, 24)).square().mean().backward()
+        ours.module[0].weight.requires_grad_(rank == 0)
+        ours(batch(rank, 1, 5, 24)).square().mean().backward()
+        with pytest.raises(RuntimeError, match=r"did not receive grad.*0\.weight"):
+            ours(batch(rank, 2, 5, 24))
+
+    run_ranks(body, 2)
+
+
+def test_an_object_put_past_torchs_registration_is_reduced():
+    def body(rank, world):
+        model = mlp()
+        ours = Ours(copy.deepcopy(model))
+        for m in (model, ours.module):
+            m[0]._parameters["weight"] = nn.Parameter(m[0].weight.detach() * 2)
+        for iteration in range(2):
+            ours.zero_grad()
+            expected = mean_gradients(model, lambda m, r, i=iteration: m(batch(r, i, 5, 24)).square().mean(), world)
+            ours(batch(rank, iteration, 5, 24)).square().mean().backward()
+            assert_mean(ours, expected)
+
+    run_ranks(body, 2)
+
+
+def test_a_gradient_of_a_wrapper_that_another_one_took_over_from_is_never_left_local():
+    def body(rank, world):
+        shared, head = nn.Linear(4, 4), nn.Linear(4, 4)
+        first, second = Ours(nn.Sequential(shared, head)), Ours(shared)
+        loss = first(batch(rank, 0, 3, 4)).sum()
+        second(batch(rank, 0, 3, 4))
+        with pytest.raises(RuntimeError, match=r"parameter '1\..*' got a gradient, but another wrapper"):
+            loss.backward()
+
+    run_ranks(body, 2)
+
+
 def test_a_conjugated_gradient_is_resolved():
     def body(rank, world):
         torch.manual_seed(0)
@@ -563,6 +622,29 @@ def test_hooks_of_the_user_run_as_without_the_wrapper():
         return sorted(calls)
 
     assert run_ranks(body, 2) == [["after", "before", "post"]] * 2
+
+
+def test_a_backward_that_creates_a_graph_gives_first_order_gradients_and_keeps_no_graph():
+    def body(rank, world):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+        ours = Ours(copy.deepcopy(model), find_unused_parameters=True)
+        outputs = []
+        for iteration in range(4):
+            ours.zero_grad()
+            expected = mean_gradients(model, lambda m, r, i=iteration: m(batch(r, i, 3, 4)).square().mean(), world)
+            output = ours(batch(rank, iteration, 3, 4))
+            outputs.append(weakref.ref(output))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's, that this may leak
+                output.square().mean().backward(create_graph=True)
+            del output
+            assert_mean(ours, expected)
+            assert not any(p.grad.requires_grad for p in ours.parameters())
+        gc.collect()
+        assert [output() for output in outputs] == [None] * 4
+
+    run_ranks(body, 2)
 
 
 def test_state_dict_has_torchs_names_and_loads_back():

@@ -144,11 +144,12 @@ void Collectives::finish(uint64_t number) {
 void Collectives::step() {
   ensure_usable();
   for (;;) {
-    const uint64_t completed = completed_;
     do_own_parts();
     complete_pending();
-    if (published_ == begun_ || completed_ == completed) break;
-    publish_pending();  // completions made room in the ring
+    // Room in the ring comes from completions here, and from peers that are done with what they read.
+    const uint64_t published = published_;
+    if (published != begun_) publish_pending();
+    if (published_ == published) break;
   }
 }
 

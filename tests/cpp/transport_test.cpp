@@ -273,6 +273,38 @@ TEST_P(ShmRanks, ManyOperationsInFlightOutrunTheRing) {
   });
 }
 
+// Rank 0 completes all that is in the ring (small contributions need no second wait) while rank 1 has published but not
+// read them: room in the ring then comes from rank 1 alone.
+TEST(ShmTransport, ARingFullOfCompletedOperationsGoesOnOnceThePeerHasReadThem) {
+  std::atomic<int> stage{0};
+  run_ranks(2, small_options(), [&](int rank, ShmTransport& transport) {
+    InlineStream stream;
+    std::vector<std::unique_ptr<Case>> cases;
+    const auto start = [&](int count) {
+      for (int i = 0; i < count; ++i) {
+        cases.push_back(std::make_unique<Case>(transport, Where::kHeap, shape_of(CollectiveKind::kAllReduce, 4)));
+        transport.start(cases.back()->collective(), stream);
+      }
+    };
+    if (rank == 0) {
+      while (stage.load() < 1) usleep(100);
+      start(100);
+      stream.progress();
+      EXPECT_TRUE(stream.query({32}));
+      EXPECT_FALSE(stream.query({33}));
+      stage.store(2);
+    } else {
+      start(32);
+      stage.store(1);
+      while (stage.load() < 2) usleep(100);
+      usleep(20000);  // rank 0 should be waiting by now
+      start(68);
+    }
+    stream.synchronize(stream.record());
+    for (const auto& one : cases) one->check();
+  });
+}
+
 TEST(ShmTransport, StartDoesNotWaitForPeers) {
   std::atomic<bool> started{false};
   run_ranks(2, small_options(), [&](int rank, ShmTransport& transport) {
