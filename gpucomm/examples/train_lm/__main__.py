@@ -20,7 +20,7 @@ from gpucomm.examples.train_lm.memory import check_fits
 from gpucomm.examples.train_lm.options import Settings, parse
 from gpucomm.examples.train_lm.run_folder import check_free, check_resumable, create
 from gpucomm.examples.train_lm.text import Text, read_text
-from gpucomm.examples.train_lm.train import train, use_cores
+from gpucomm.examples.train_lm.train import say, train, use_cores
 
 
 def main(argv: list[str]) -> int:
@@ -77,6 +77,10 @@ def be_rank(argv: list[str]) -> None:
     out = [settings.out]  # by default it has the time in its name: rank 0's counts
     torch.distributed.broadcast_object_list(out)
     settings = replace(settings, out=out[0])
+    say(
+        f"{settings.preset} GPT, {settings.nproc} ranks, {settings.steps} steps, {text.byte_count} bytes of text, "
+        f"run folder {settings.out}"
+    )
     (compare if settings.compare else train)(settings, text)
     torch.distributed.destroy_process_group()  # after an error it could wait for peers in vain; exiting is enough
 

@@ -123,6 +123,8 @@ def report(stock: Arm, ours: Arm, settings: Settings) -> None:
     say(f"ratio of the medians, ours / stock: {ratio:.3f}   median of the paired ratios: {paired:.3f}")
     say(f"losses of all {len(ours.losses)} steps bitwise equal: {'yes' if losses_equal else 'NO'}")
     say(f"final weights bitwise equal: {'yes' if weights_equal else 'NO'}")
+    if settings.nproc > 2 and not losses_equal:
+        say("(on more than 2 ranks gloo adds in another order than rank 0, 1, 2, ...: the last bits differ)")
     if torch.distributed.get_rank() == 0:
         result = {
             "median_step_s": medians,
