@@ -24,6 +24,7 @@ from gpucomm.communicator import Communicator
 from gpucomm.errors import CommError, CommTimeout, PeerFailed, StepFailed
 from gpucomm.parameters import ParameterTable
 from gpucomm.second_round import SecondRound
+from gpucomm.transport import Transport
 
 
 class Reducer:
@@ -432,7 +433,8 @@ class Reducer:
         if self._failure is None:
             self._failure = error
             # A process group may still have an operation on the buckets under way, and no way to call it back.
-            _abandoned.extend(self._memories)
+            if isinstance(self.transport, Transport):
+                _abandoned.extend(self._memories)
             self.transport.abort(f"{type(error).__name__}: {error}")
 
     def _raise_failure(self) -> None:

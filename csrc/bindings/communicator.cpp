@@ -16,16 +16,14 @@ namespace gpucomm {
 
 namespace {
 
-// After a failure a process group may still write to the array, and cannot be called back: it is never freed.
-void abandon(PyObject* array) { Py_INCREF(array); }
-
 // What a communicator and the Work handles it gave out share.
 struct Channel {
   std::shared_ptr<Transport> transport;
   std::shared_ptr<Stream> stream;
   // Arrays of collectives in flight: their memory must live until the event.
   std::deque<std::pair<Event, py::object>> in_flight;
-  bool busy = false;  // a thread is inside; the GIL may be released there
+  bool writes_after_failure = false;  // of the transport
+  bool busy = false;                  // a thread is inside; the GIL may be released there
 
   ~Channel() { abandon_unfinished(); }
 
@@ -33,7 +31,11 @@ struct Channel {
     while (!in_flight.empty() && stream->query(in_flight.front().first)) in_flight.pop_front();
   }
 
-  // What is not complete may still be written to, by a process group that cannot be called back: it is never freed.
+  // An array that a process group may still write to after a failure, and that cannot be called back, is never freed.
+  void abandon(PyObject* array) {
+    if (writes_after_failure) Py_INCREF(array);
+  }
+
   void abandon_unfinished() {
     for (const auto& [event, array] : in_flight) {
       if (!stream->query(event)) abandon(array.ptr());
@@ -168,8 +170,8 @@ PyObject* carry_out(CommunicatorBase* self, Collective collective, PyObject* res
     } catch (const UsageError&) {
       throw;
     } catch (...) {
-      abandon(result);
-      if (also_kept) abandon(also_kept);
+      channel.abandon(result);
+      if (also_kept) channel.abandon(also_kept);
       throw;
     }
     if (!channel.in_flight.empty()) channel.forget_completed();
@@ -299,6 +301,7 @@ int init(PyObject* object, PyObject* args, PyObject* keywords) {
     auto channel = std::make_shared<Channel>();
     channel->transport = py::handle(transport).cast<std::shared_ptr<Transport>>();
     channel->stream = py::handle(stream).cast<std::shared_ptr<Stream>>();
+    channel->writes_after_failure = channel->transport->writes_after_failure();
     reinterpret_cast<CommunicatorBase*>(object)->channel = std::move(channel);
     return 0;
   } catch (...) {

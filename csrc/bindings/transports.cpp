@@ -43,6 +43,7 @@ class PythonTransport : public Transport {
 
   std::string name() const override { PYBIND11_OVERRIDE_PURE(std::string, Transport, name); }
   bool scales_in_reduce() const override { return false; }
+  bool writes_after_failure() const override { return true; }
 
   Memory allocate(size_t bytes) override {
     // Plain zeroed host memory: a transport that copies through sockets needs no other.

@@ -55,6 +55,8 @@ class Transport {
   virtual std::string name() const = 0;
   // True if `scale` costs nothing: the reduction applies it. Otherwise the engine scales while it packs.
   virtual bool scales_in_reduce() const = 0;
+  // True if arrays of a failed collective may still be written to afterwards, by something that cannot be called back.
+  virtual bool writes_after_failure() const { return false; }
   virtual Memory allocate(size_t bytes) = 0;
   // Starts a collective and enqueues its completion. Throws UsageError for arguments no transport takes.
   virtual void start(const Collective& collective, Stream& stream) = 0;
