@@ -5,6 +5,7 @@ The only assertions on time are the deadlines within which a failure must be kno
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import os
 import signal
@@ -323,6 +324,11 @@ def test_gradients_of_a_failed_iteration_are_not_applied(transport):
     run_ranks(body, 2)
 
 
+def two_barriers(comm):
+    comm.barrier()  # where a slow rank may already hear what the other found in the next
+    comm.barrier()
+
+
 @each_transport
 def test_a_closed_communicator_fails_the_peers_that_wait_for_it(transport):
     def body(rank, world):
@@ -334,11 +340,7 @@ def test_a_closed_communicator_fails_the_peers_that_wait_for_it(transport):
             comm.close()
             return
 
-        def pass_one_and_wait_in_the_next():
-            comm.barrier()  # where a slow rank may already hear what the other found in the next
-            comm.barrier()
-
-        kind, text, attributes = error_of(pass_one_and_wait_in_the_next)
+        kind, text, attributes = error_of(functools.partial(two_barriers, comm))
         assert kind is PeerFailed, (kind, text)
         assert attributes["rank"] == 1, text
         assert seconds_since("closed") < KNOWN_WITHIN_S[transport]
