@@ -21,6 +21,7 @@ from ranks import run_ranks
 import gpucomm
 from gpucomm import Communicator, DistributedDataParallel
 from gpucomm.errors import CollectiveMismatch, CommError, CommTimeout, ModelsDiffer, PeerFailed, StepFailed
+from gpucomm.transport import C10dTransport
 
 # Seconds until a death is known: shared memory watches the processes, over sockets the group's own news is awaited.
 KNOWN_WITHIN_S = {"shm": 2.0, "c10d": 5.0}
@@ -264,6 +265,37 @@ def test_an_interrupt_ends_every_rank_that_waits(program, transport):
             assert seconds_since("interrupted") < 3
 
     assert_interrupted(run_ranks(body, 3, expect_failures=True))
+
+
+@each_program
+@pytest.mark.parametrize("started", [True, False])
+def test_an_interrupt_while_an_operation_is_started_ends_every_rank(program, started, monkeypatch):
+    """The order of operations is lost: one started twice, or not at all, would be paired with a peer's next."""
+    start = C10dTransport._start
+
+    def interrupted_start(self, what, operation):
+        if armed and dist.get_rank() == 1 and what == "all_reduce":
+            if started:
+                start(self, what, operation)
+            raise KeyboardInterrupt
+        return start(self, what, operation)
+
+    armed = []
+    monkeypatch.setattr(C10dTransport, "_start", interrupted_start)
+
+    def body(rank, world):
+        running = PROGRAMS[program]("c10d")
+        running.iterate()
+        armed.append(True)
+        kind, text, attributes = error_of(running.iterate)
+        armed.clear()
+        assert_dead(running)
+        return kind, attributes.get("rank"), text
+
+    waited, interrupted = run_ranks(body, 2)
+    assert interrupted[0] is KeyboardInterrupt
+    assert waited[:2] == (PeerFailed, 1)
+    assert "KeyboardInterrupt" in waited[2]
 
 
 def assert_interrupted(outcomes):

@@ -58,7 +58,21 @@ class PythonTransport : public Transport {
     const py::gil_scoped_acquire gil;
     const py::function override = py::get_override(static_cast<const Transport*>(this), "start");
     if (!override) py::pybind11_fail("a Transport subclass has to define start(collective)");
-    stream.enqueue(std::make_shared<PythonTask>(override(collective)));
+    if (!interrupted_by_.empty()) {
+      throw CommError("this transport is dead: " + interrupted_by_ + " interrupted the start of an operation");
+    }
+    try {
+      stream.enqueue(std::make_shared<PythonTask>(override(collective)));
+    } catch (const py::error_already_set& e) {
+      // Started or not? Unless it was refused nobody knows, and starting it again could pair it with a peer's next one.
+      const bool refused =
+          e.matches(PyExc_TypeError) || e.matches(PyExc_ValueError) || e.matches(PyExc_NotImplementedError);
+      if (!refused) {
+        interrupted_by_ = py::str(e.type().attr("__name__"));
+        abort(interrupted_by_ + " interrupted the start of an operation");
+      }
+      throw;
+    }
   }
 
   void abort(const std::string& reason) noexcept override {
@@ -70,6 +84,9 @@ class PythonTransport : public Transport {
       e.discard_as_unraisable("Transport.abort");
     }
   }
+
+ private:
+  std::string interrupted_by_;
 };
 
 py::buffer_info memory_buffer(Memory& memory) {
