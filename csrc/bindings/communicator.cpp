@@ -330,7 +330,7 @@ PyCFunction as_method(Function function) {
 
 constexpr int kFast = METH_FASTCALL | METH_KEYWORDS;
 
-PyMethodDef methods[] = {
+PyMethodDef communicator_methods[] = {
     {"all_reduce", as_method(all_reduce), kFast,
      "all_reduce(x, op='sum', async_op=False)\n\nReduces x over the ranks, in place; every rank gets the same bits.\n"
      "x: contiguous array in host memory, the same dtype and numel on every rank. op: 'sum', 'avg', 'min', 'max', "
@@ -349,14 +349,14 @@ PyMethodDef methods[] = {
     {"_release", as_method(release), METH_NOARGS, "Lets go of the transport; every later call raises."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(make)},
-                       {Py_tp_init, reinterpret_cast<void*>(init)},
-                       {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
-                       {Py_tp_methods, methods},
-                       {0, nullptr}};
+PyType_Slot communicator_slots[] = {{Py_tp_new, reinterpret_cast<void*>(make)},
+                                    {Py_tp_init, reinterpret_cast<void*>(init)},
+                                    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
+                                    {Py_tp_methods, communicator_methods},
+                                    {0, nullptr}};
 
-PyType_Spec spec = {"gpucomm._core.CommunicatorBase", sizeof(CommunicatorBase), 0,
-                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
+PyType_Spec communicator_spec = {"gpucomm._core.CommunicatorBase", sizeof(CommunicatorBase), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, communicator_slots};
 
 }  // namespace
 
@@ -364,7 +364,7 @@ void bind_communicator(py::module_& module) {
   py::class_<Work>(module, "Work")
       .def("wait", &Work::wait, "Blocks until the collective is complete. Raises what went wrong in it.")
       .def("done", &Work::done, "True once it is complete; moves it forward, never blocks.");
-  PyObject* type = PyType_FromSpec(&spec);
+  PyObject* type = PyType_FromSpec(&communicator_spec);
   if (!type) throw py::error_already_set();
   module.add_object("CommunicatorBase", type);
 }

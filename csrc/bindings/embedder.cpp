@@ -1,8 +1,24 @@
 #include "bindings/embedder.h"
 
-#include <pybind11/pybind11.h>
+#include "bindings/errors.h"
 
 namespace gpucomm {
+
+namespace {
+
+// pybind11's own would cost this small file six seconds of compile time.
+class Gil {
+ public:
+  Gil() : state_(PyGILState_Ensure()) {}
+  ~Gil() { PyGILState_Release(state_); }
+  Gil(const Gil&) = delete;
+  Gil& operator=(const Gil&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
+}  // namespace
 
 // Set while this thread has given the GIL up for a wait.
 static thread_local PyThreadState* saved_state = nullptr;
@@ -18,8 +34,8 @@ void PythonEmbedder::after_blocking() {
 }
 
 void PythonEmbedder::check_interrupt() {
-  const pybind11::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+  const Gil gil;
+  if (PyErr_CheckSignals() != 0) throw_python_error();
 }
 
 PythonEmbedder& PythonEmbedder::instance() {

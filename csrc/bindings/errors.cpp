@@ -53,6 +53,8 @@ void set_python_error(std::exception_ptr failure) {
   }
 }
 
+void throw_python_error() { throw py::error_already_set(); }
+
 void register_errors() {
   py::register_local_exception_translator([](std::exception_ptr failure) {
     if (!failure) return;

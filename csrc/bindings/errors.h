@@ -10,4 +10,7 @@ void register_errors();
 // Sets the Python error that stands for `failure`; for C callables outside pybind11.
 void set_python_error(std::exception_ptr failure);
 
+// Throws the Python error that is set; the GIL must be held.
+[[noreturn]] void throw_python_error();
+
 }  // namespace gpucomm

@@ -99,22 +99,23 @@ PyObject* grad_hook_set_layout(PyObject* object, PyObject* view) {
   Py_RETURN_NONE;
 }
 
-PyMethodDef methods[] = {
+PyMethodDef grad_hook_methods[] = {
     {"set_layout", grad_hook_set_layout, METH_O, "set_layout(view): the layout that a gradient must have to be packed"},
     {nullptr, nullptr, 0, nullptr}};
 
-PyMemberDef members[] = {
+PyMemberDef grad_hook_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, static_cast<Py_ssize_t>(offsetof(GradHook, vectorcall)), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 
-PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(grad_hook_dealloc)},
-                       {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-                       {Py_tp_methods, methods},
-                       {Py_tp_members, members},
-                       {0, nullptr}};
+PyType_Slot grad_hook_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(grad_hook_dealloc)},
+                                 {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+                                 {Py_tp_methods, grad_hook_methods},
+                                 {Py_tp_members, grad_hook_members},
+                                 {0, nullptr}};
 
-PyType_Spec spec = {"gpucomm._core.GradHook", sizeof(GradHook), 0,
-                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+PyType_Spec grad_hook_spec = {"gpucomm._core.GradHook", sizeof(GradHook), 0,
+                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                              grad_hook_slots};
 
 PyTypeObject* grad_hook_type = nullptr;
 
@@ -178,7 +179,7 @@ std::vector<int32_t> stale_views(const Engine& engine, const py::list& params, c
 
 void bind_grad_hook(py::module_& module) {
   grad_name = PyUnicode_InternFromString("grad");
-  grad_hook_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  grad_hook_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&grad_hook_spec));
   if (!grad_hook_type) throw py::error_already_set();
   module.add_object("GradHook", reinterpret_cast<PyObject*>(grad_hook_type));
   module.def("make_grad_hook", &make_grad_hook, py::arg("engine"), py::arg("parameter"), py::arg("on_first"),

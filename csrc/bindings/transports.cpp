@@ -1,5 +1,4 @@
 // Memory, Stream, and the transports: ours as they are, and Transport as a base for subclasses in Python.
-#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
