@@ -1,7 +1,10 @@
 """What is installed and what is shipped."""
 
+import json
 import os
+import platform
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -55,6 +58,33 @@ def test_no_package_index_is_named_in_the_project():
     for path in ("pyproject.toml", "requirements/constraints.txt", "Makefile", "tools/setup.sh", ".ci/run"):
         if (ROOT / path).exists():
             assert not re.search(r"index-url|find-links|extra-index|https?://", (ROOT / path).read_text()), path
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="one instruction set on this architecture")
+def test_objects_above_the_baseline_share_no_code_with_the_others(tmp_path):
+    # Of a weak symbol (an inline function, a template of the standard library) the linker keeps one copy for the whole
+    # program: with AVX-512 in it, an older processor would die on it. -O0 inlines nothing, so none can hide.
+    subprocess.run(
+        [sys.executable, "-m", "cmake", "-S", ROOT, "-B", tmp_path, "-G", "Unix Makefiles",
+         "-DGPUCOMM_BUILD_BINDINGS=OFF"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    commands = json.loads((tmp_path / "compile_commands.json").read_text())
+    above = [entry for entry in commands if "-mavx" in entry["command"]]
+    assert len(above) == 2
+    for entry in above:
+        words = shlex.split(entry["command"])
+        target = tmp_path / "checked.o"
+        words[words.index("-o") + 1] = str(target)
+        subprocess.run([*words, "-O0"], cwd=entry["directory"], check=True)
+        listed = subprocess.run(["nm", "-C", target], capture_output=True, text=True, check=True).stdout
+        # nm: capital letters and u, v, w are seen by the linker; U is used from elsewhere.
+        symbols = re.findall(r"^[0-9a-f ]+ ([A-Zuvw]) (.*)$", listed, re.MULTILINE)
+        defined = [name for kind, name in symbols if kind != "U"]
+        assert len(defined) == 1, defined
+        assert re.fullmatch(r"gpucomm::kAvx\w+Kernels", defined[0])
+        used = {name for kind, name in symbols if kind == "U"}
+        assert used <= {"memcpy", "memmove", "memset", "_GLOBAL_OFFSET_TABLE_"}
 
 
 @pytest.fixture(scope="module")
