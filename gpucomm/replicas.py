@@ -69,13 +69,12 @@ def _broadcast_chunk(tensors: list[torch.Tensor], comm: Communicator, root: int)
     if comm.rank == root:
         return
     offset = 0
-    with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):  # type: ignore[attr-defined]
-        for tensor in tensors:
-            nbytes = tensor.numel() * tensor.element_size()
-            # clone: the piece starts at any byte, a view as another dtype needs its alignment.
-            piece = flat[offset : offset + nbytes].clone().view(tensor.dtype).view(tensor.shape)
-            tensor.detach().copy_(piece)
-            offset += nbytes
+    for tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        # clone: the piece starts at any byte, a view as another dtype needs its alignment.
+        piece = flat[offset : offset + nbytes].clone().view(tensor.dtype).view(tensor.shape)
+        tensor.data.copy_(piece)  # data, unlike detach(), has a version counter of its own
+        offset += nbytes
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -174,6 +174,18 @@ def test_buffers_follow_rank_0_in_training_and_no_collective_runs_in_a_lone_eval
     assert not torch.equal(first, second)
 
 
+def test_broadcast_buffers_do_not_count_as_changes_for_autograd():
+    def body(rank, world):
+        ours = Ours(ConvNet())
+        ours.module.norm.running_mean.add_(rank)
+        before = [buffer._version for buffer in ours.module.buffers()]
+        ours.sync_buffers()
+        same_on_all_ranks(ours.module.buffers())
+        assert [buffer._version for buffer in ours.module.buffers()] == before
+
+    run_ranks(body, 2)
+
+
 def test_no_sync_accumulates_locally_and_the_next_backward_reduces_the_sum():
     def body(rank, world):
         model = mlp()
