@@ -187,6 +187,7 @@ def test_a_comparison_finds_equal_losses(corpus, tmp_path):
     assert "final weights bitwise equal: yes" in first.output
     assert second.output == ""
     result = json.loads((folder / "compare.json").read_text())
+    assert f"gradient_as_bucket_view={result['stock_gradient_as_bucket_view']}" in first.output
     assert all(seconds > 0 for seconds in result["median_step_s"].values())
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 8
 
@@ -202,7 +203,7 @@ def test_a_comparison_says_so_when_one_rank_s_losses_or_weights_differ(tmp_path)
             with torch.no_grad():
                 ours.model.bias += 1
         ours.seconds = [0.5 + rank] * 9
-        compare.report(stock, ours, options.Settings(out=str(tmp_path)))
+        compare.report(stock, ours, options.Settings(out=str(tmp_path)), stock_views=False)
 
     first, second = run_ranks(body, 2, expect_failures=True)
     assert first.complaint() is second.complaint() is None
@@ -342,6 +343,7 @@ def other_text(folder):
 @pytest.mark.parametrize(
     ("damage", "arguments", "line"),
     [
+        (flip_a_byte, "", "step 3 is intact: delete"),
         (flip_a_byte, "", "shared.pt: damaged, the checksum"),
         (truncate, "", "rank-1.pt: not a readable checkpoint"),
         (claim_another_shape, "", "tokens.weight is torch.float32 (256, 320) in the model"),

@@ -7,6 +7,8 @@ import json
 import math
 import os
 import random
+import re
+import shutil
 import sys
 
 import pytest
@@ -17,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import gpucomm
-from gpucomm.trainer import CheckpointError, Trainer
+from gpucomm.trainer import CheckpointError, Trainer, progress
 from gpucomm.trainer.checkpoint import CheckpointFolder, load_file
 
 
@@ -336,6 +338,29 @@ def test_a_truncated_checkpoint_is_refused(tmp_path, damage):
         make_trainer(folder=tmp_path).resume()
 
 
+@pytest.mark.parametrize("file", ["shared.pt", "rank-0.pt"])
+def test_a_damaged_checkpoint_s_error_leads_to_the_intact_one_before(tmp_path, file):
+    make_trainer(checkpoint_every=1, folder=tmp_path).fit(3)
+    newest, before = (tmp_path / "checkpoints" / f"step-0000000{step}" for step in (3, 2))
+    (newest / file).write_bytes((newest / file).read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=rf"{file}: .*; step 2 is intact: delete {newest} to resume from there"):
+        make_trainer(folder=tmp_path).resume()
+    shutil.copytree(newest, tmp_path / "kept")
+    shutil.rmtree(newest)
+    assert make_trainer(folder=tmp_path).resume() == 2
+
+    shutil.copytree(tmp_path / "kept", newest)
+    (before / "rank-0.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="; no older checkpoint is intact"):
+        make_trainer(folder=tmp_path).resume()
+
+
+def test_a_damaged_older_checkpoint_does_not_matter(tmp_path):
+    make_trainer(checkpoint_every=1, folder=tmp_path).fit(2)
+    (tmp_path / "checkpoints" / "step-00000001" / "rank-0.pt").write_bytes(b"")
+    assert make_trainer(folder=tmp_path).resume() == 2
+
+
 def test_resume_refuses_another_model_and_names_the_difference(tmp_path):
     make_trainer(checkpoint_every=1, folder=tmp_path).fit(1)
     other = make_trainer(nn.Sequential(nn.Linear(3, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Identity(), nn.Linear(9, 1)))
@@ -415,7 +440,15 @@ def test_a_bar_on_a_terminal_on_rank_0_unless_not_wanted(monkeypatch):
     assert hidden.getvalue() == ""
 
 
-def test_no_bar_without_a_terminal(capsys):
-    make_trainer().fit(2)
+def test_lines_with_the_loss_now_and_then_without_a_terminal(capsys, monkeypatch):
+    make_trainer().fit(2)  # faster than the first line would come
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    make_trainer(progress=False).fit(2)
+    assert capsys.readouterr().out == ""
+    make_trainer(log_every=2).fit(3)
     captured = capsys.readouterr()
-    assert captured.out == captured.err == ""
+    assert captured.err == ""
+    first, second, third = captured.out.splitlines()
+    assert re.fullmatch(r"step     1 of 3   about \d+ s left", first)
+    assert re.fullmatch(r"step     2 of 3   loss \d+\.\d{4}   about \d+ s left", second)
+    assert third.startswith("step     3 of 3   loss ")

@@ -60,7 +60,7 @@ install_package() {
   want=$(find csrc -type f | LC_ALL=C sort | xargs cat CMakeLists.txt pyproject.toml gpucomm/version.py | sha256sum | cut -d' ' -f1)
   is_current package "$want" && return
   check_compiler
-  echo "building gpucomm" >&2
+  echo "building gpucomm: compiling takes about a minute, without output" >&2
   # Without isolation, so that the build tools are the pinned ones and the next build only compiles what changed.
   install --no-build-isolation --no-deps --editable . || fail "the build failed, see above"
   echo "$want" >"$venv/installed-package"

@@ -53,8 +53,14 @@ class CheckpointFolder:
         self._delete_before(step)
 
     def latest(self) -> int | None:
-        """The newest step whose checkpoint is complete, or None."""
-        return max((step for step in self._steps() if self._is_complete(step)), default=None)
+        """The newest step whose checkpoint is complete, or None. Raises CheckpointError if that cannot be told."""
+        for step in reversed(self._steps()):
+            try:
+                if self._is_complete(step):
+                    return step
+            except CheckpointError as error:
+                raise self._with_way_back(error, step) from error
+        return None
 
     def load(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """(shared, local) of this rank, on the CPU."""
@@ -65,7 +71,10 @@ class CheckpointFolder:
                 f"{self._path(step)}: written by {saved_world_size} ranks, this run has {self._world_size}; "
                 "an exact resume needs the same number"
             )
-        return load_file(self._path(step) / "shared.pt"), load_file(local_path)
+        try:
+            return load_file(self._path(step) / "shared.pt"), load_file(local_path)
+        except CheckpointError as error:
+            raise self._with_way_back(error, step) from error
 
     def discard_after(self, step: int) -> None:
         """Deletes this rank's part of newer checkpoints, which no peer completed, and what a killed write left over."""
@@ -76,6 +85,22 @@ class CheckpointFolder:
             for newer in self._steps():
                 if newer > step:
                     (self._path(newer) / name).unlink(missing_ok=True)
+
+    def _with_way_back(self, error: CheckpointError, damaged: int) -> CheckpointError:
+        """The error of a damaged checkpoint, with what is left to do about it."""
+        older = next((step for step in reversed(self._steps()) if step < damaged and self._is_intact(step)), None)
+        if older is None:
+            return CheckpointError(f"{error}; no older checkpoint is intact")
+        return CheckpointError(f"{error}; step {older} is intact: delete {self._path(damaged)} to resume from there")
+
+    def _is_intact(self, step: int) -> bool:
+        """Whether it is complete and every file of it can be read."""
+        try:
+            for path in self._path(step).glob("*.pt"):
+                load_file(path)
+            return self._is_complete(step)
+        except CheckpointError:
+            return False
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"

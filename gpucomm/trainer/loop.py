@@ -25,7 +25,7 @@ from gpucomm.trainer.checkpoint import (
 from gpucomm.trainer.checks import check_callable, check_count, check_positive
 from gpucomm.trainer.feed import feed_from
 from gpucomm.trainer.metrics import MetricsFile
-from gpucomm.trainer.progress import ProgressBar
+from gpucomm.trainer.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Trainer:
         average: maps a float to its mean over the ranks; called on every rank at the same points, with the loss of a
             logged step and with the evaluation loss. None: each rank keeps its own figure.
         count_items: maps a batch to the number of `items_name` in it, for the throughput in the metrics.
-        progress: a progress bar on rank 0, if stderr is a terminal.
+        progress: on rank 0, a progress bar on stderr if that is a terminal, else a line on stdout every ten seconds.
         on_record: called on rank 0 with every record of the metrics.
 
     Rank and world size are those of the default process group of torch.distributed, or 0 and 1 without one.
@@ -134,7 +134,7 @@ class Trainer:
         check_count("steps", steps)
         seconds, steps_timed = 0.0, 0
         try:
-            with contextlib.closing(self._progress_bar(steps)) as bar:
+            with contextlib.closing(self._progress_to(steps)) as progress:
                 while self.step < steps:
                     log, evaluate, save = (
                         self._is_due(self._log_every, steps),
@@ -148,10 +148,10 @@ class Trainer:
 
                     if loss is not None:
                         self._log(result, loss, seconds / steps_timed)
-                        bar.advance(loss=f"{loss:.4f}")
+                        progress.advance(loss=f"{loss:.4f}")
                         seconds, steps_timed = 0.0, 0
                     else:
-                        bar.advance()
+                        progress.advance()
                     if evaluate:
                         self._evaluate_and_log()
                     if save:
@@ -215,7 +215,8 @@ class Trainer:
         """Loads the newest complete checkpoint in `folder`, and returns its step. What follows is bitwise what would
         have followed had the run not stopped, if the model itself is deterministic.
 
-        Raises CheckpointError if there is none, it is damaged, or it does not fit this model and world size.
+        Raises CheckpointError if there is none, it is damaged, or it does not fit this model and world size. If it is
+        damaged, the message says whether the one before is intact, and what to delete to resume from there.
         """
         if self._checkpoints is None:
             raise ValueError("resume: the trainer was given no folder")
@@ -256,8 +257,8 @@ class Trainer:
         assert total is not None
         return total, items
 
-    def _progress_bar(self, steps: int) -> ProgressBar:
-        return ProgressBar(steps, self.step, shown=self._progress and self._rank == 0)
+    def _progress_to(self, steps: int) -> Progress:
+        return Progress(steps, self.step, shown=self._progress and self._rank == 0)
 
     def _is_due(self, every: int, steps: int) -> bool:
         """Whether the step about to run is a multiple of `every`, or the last."""

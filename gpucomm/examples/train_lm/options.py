@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--sample-length", type=_natural, help="bytes of text to generate at the end; 0 for none (default 300)")
     option("--transport", choices=["auto", "shm", "c10d"], help="gpucomm's transport (default auto)")
     option("--compare", action="store_true", help="train a second replica with stock DDP, in turns, and compare")
-    option("--no-progress", dest="progress", action="store_false", help="no progress bar")
+    option("--no-progress", dest="progress", action="store_false", help="no progress bar, and no lines off a terminal")
     return parser
 
 
