@@ -171,6 +171,19 @@ class DistributedDataParallel(TorchDDP):
 
     # ---- buffers
 
+    # This and the next: the versions of torch's class differ in which attribute holds the setting.
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether training forwards bring buffers to rank 0's values: the older name of forward_sync_buffers."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    def will_sync_module_buffers(self) -> bool:
+        return self.require_forward_param_sync and self.forward_sync_buffers and len(self.modules_buffers) > 0
+
     def sync_buffers(self) -> None:
         """Gives every rank rank 0's buffers; collective. Training forwards do it by themselves."""
         self._assign_modules_buffers()  # a program may put a new tensor in a buffer's place

@@ -174,6 +174,25 @@ def test_buffers_follow_rank_0_in_training_and_no_collective_runs_in_a_lone_eval
     assert not torch.equal(first, second)
 
 
+def test_whether_buffers_follow_does_not_depend_on_what_a_version_of_torch_calls_the_setting(monkeypatch):
+    monkeypatch.delattr(Stock, "will_sync_module_buffers")  # reads broadcast_buffers before torch had the other name
+    monkeypatch.delattr(Stock, "broadcast_buffers", raising=False)
+
+    def body(rank, world):
+        means = []
+        for wanted in (True, False):
+            ours = Ours(ConvNet(), forward_sync_buffers=wanted)
+            assert ours.broadcast_buffers is wanted
+            ours.module.norm.running_mean.add_(rank)
+            ours(batch(0, 0, 5, 36)).sum().backward()
+            means.append(ours.module.norm.running_mean.clone())
+        return means
+
+    first, second = run_ranks(body, 2)
+    assert torch.equal(first[0], second[0])
+    assert not torch.equal(first[1], second[1])
+
+
 def test_broadcast_buffers_do_not_count_as_changes_for_autograd():
     def body(rank, world):
         ours = Ours(ConvNet())

@@ -80,21 +80,28 @@ def interruptible() -> Iterator[None]:
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # written by the C handler, whatever Python is doing
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    interrupted = threading.Event()
+    interrupted = False
+
+    # Both say so, for either can be the first: the thread while a library call goes on, the handler on a busy machine.
+    def interrupt(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
 
     def watch() -> None:
+        nonlocal interrupted
         while os.read(read_end, 1) != bytes([signal.SIGINT]):
             pass
-        interrupted.set()
+        interrupted = True
         time.sleep(GRACE_S)
         os._exit(INTERRUPTED)
 
+    signal.signal(signal.SIGINT, interrupt)
     threading.Thread(target=watch, name="interrupt", daemon=True).start()
     try:
         yield
     except Exception:
         # In the midst of a library call the interrupt can come out as something else, and so does a peer's.
-        if interrupted.is_set():
+        if interrupted:
             raise KeyboardInterrupt from None
         raise
