@@ -1,8 +1,9 @@
 """The plan, which slots lie in which bucket and in what order, and the memory and views that come from it."""
 
+import ctypes
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -165,6 +166,27 @@ class BucketPlan:
             raise ValueError(f"not a bucket plan: {error}") from error
 
 
+def count_in_memory(storage_address: int) -> int:
+    """References to a storage, read from the object itself: their number comes after the pointer to its vtable."""
+    return ctypes.c_uint32.from_address(storage_address + ctypes.sizeof(ctypes.c_void_p)).value
+
+
+def _use_count_function() -> Callable[[int], int]:
+    # torch 2.6 and 2.7 have it in builds with CUDA only.
+    function: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", count_in_memory)
+    tensor = torch.empty(1)
+    address = tensor.untyped_storage()._cdata
+    alone = function(address)
+    shared = tensor.detach()
+    if function(address) != alone + 1:
+        raise ImportError(f"torch {torch.__version__} counts references to storages in a way unknown to gpucomm")
+    del shared
+    return function
+
+
+_use_count = _use_count_function()
+
+
 class BucketMemory:
     """The memory of one bucket and the views of its slots, each shaped and strided like its parameter."""
 
@@ -173,14 +195,11 @@ class BucketMemory:
         self.flat = flat_tensor(memory, getattr(torch, bucket.dtype), bucket.numel)
         self._storage = self.flat.untyped_storage()
         self.views = {slot.parameter: specs[slot.parameter].view(self._storage, slot.offset) for slot in bucket.slots}
-        self._uses = self._use_count()
-
-    def _use_count(self) -> int:
-        return torch._C._storage_Use_Count(self._storage._cdata)
+        self._uses = _use_count(self._storage._cdata)
 
     def aliased(self) -> bool:
         """True if a tensor besides the views made here lies in this memory: somebody keeps (part of) a gradient."""
-        return self._use_count() > self._uses
+        return _use_count(self._storage._cdata) > self._uses
 
 
 def allocate_buckets(plan: BucketPlan, transport: _core.Transport) -> list[_core.Memory]:

@@ -4,11 +4,22 @@ import pytest
 import torch
 
 from gpucomm import BucketPlan
-from gpucomm.buckets import SLOT_ALIGNMENT, ParameterSpec, contiguous_strides, is_dense
+from gpucomm.buckets import SLOT_ALIGNMENT, ParameterSpec, contiguous_strides, count_in_memory, is_dense
 
 
 def specs_of(*shapes, dtype=torch.float32):
     return [ParameterSpec.of(torch.empty(shape, dtype=dtype)) for shape in shapes]
+
+
+def test_the_count_read_from_a_storage_is_torch_s():
+    tensor = torch.empty(4)
+    address = tensor.untyped_storage()._cdata
+    counts = [count_in_memory(address)]
+    kept = [tensor[1:], tensor.detach(), tensor.view(2, 2)[0]]
+    counts.append(count_in_memory(address))
+    assert counts[1] == torch._C._storage_Use_Count(address) == counts[0] + 3
+    del kept
+    assert count_in_memory(address) == counts[0]
 
 
 def test_a_bucket_is_closed_once_it_holds_its_cap_and_the_last_cap_repeats():

@@ -17,6 +17,15 @@ CPP_LAYERS = ("core", "kernels", "transport", "engine", "bindings")
 # Suffixes of files that are compiled, or included, for one architecture or instruction set only.
 ARCHITECTURES = ("_x86", "_aarch64", "_avx2", "_avx512", "_f16c", "_neon")
 
+# Private members of torch that the package uses; all are in torch from 2.6 on. See there before you add one: members of
+# torch's DistributedDataParallel in particular come and go.
+TORCH_PRIVATE = {
+    "_C", "_allgather_base", "_assign_modules_buffers", "_cdata", "_current_graph_task_id", "_device_types",
+    "_execution_engine", "_get_backend", "_get_process_group_store", "_inside_ddp_forward", "_parameters",
+    "_post_accumulate_grad_hooks", "_timeout",
+}  # fmt: skip
+OTHERS_PRIVATE = {"_exit", "_getframe", "_release"}  # os, sys, and our own extension
+
 
 def cpp_files():
     return sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cpp", ".cu"})
@@ -111,6 +120,16 @@ def reads_environment(tree):
     )
 
 
+def private_members_of_others(trees):
+    """Names of private attributes that the given sources read or write and nowhere define."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    written = {ast.unparse(node) for node in attributes if isinstance(node.ctx, ast.Store)}
+    defined |= {node.attr for node in attributes if f"self.{node.attr}" in written}
+    return {node.attr for node in attributes if re.match(r"_[^_]", node.attr)} - defined
+
+
 # ---- the sources keep them
 
 
@@ -141,6 +160,11 @@ def test_only_world_reads_the_environment():
     files = [path for path in python_files() if path.relative_to(PACKAGE).parts[0] != "examples"]
     readers = [name(path) for path in files if reads_environment(ast.parse(path.read_text()))]
     assert readers == ["gpucomm/world.py"]
+
+
+def test_private_members_of_torch_are_those_that_all_its_versions_have():
+    used = private_members_of_others([ast.parse(path.read_text()) for path in python_files()])
+    assert used == TORCH_PRIVATE | OTHERS_PRIVATE
 
 
 @pytest.mark.parametrize("path", python_files(), ids=name)
@@ -261,3 +285,14 @@ def test_an_allowed_import_is_not_complained_about(path, source):
 )
 def test_reading_the_environment_is_found(source):
     assert reads_environment(ast.parse(source))
+
+
+def test_private_members_of_others_are_told_from_our_own():
+    source = """
+class A:
+    def _f(self):
+        self._x = torch._C
+    def g(self):
+        self._f(self._x, self._y)
+"""
+    assert private_members_of_others([ast.parse(source)]) == {"_C", "_y"}
