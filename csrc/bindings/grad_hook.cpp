@@ -40,6 +40,15 @@ PyObject* call_other(GradHook* self, PyObject* param) {
   return result;
 }
 
+// A complex gradient goes the long way without being asked.
+bool may_be_lazy(PyObject* grad, const HostArray& array) {
+  if (!array.may_have_lazy_sign) return false;
+  if (array.numel != 1) return true;
+  const int lazy = has_lazy_sign(grad, false);
+  if (lazy < 0) PyErr_Clear();
+  return lazy != 0;
+}
+
 PyObject* grad_hook_call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject*) {
   auto* self = reinterpret_cast<GradHook*>(object);
   if (PyVectorcall_NARGS(nargsf) != 1) {
@@ -66,7 +75,7 @@ PyObject* grad_hook_call(PyObject* object, PyObject* const* args, size_t nargsf,
   HostArray array;
   Layout layout;
   if (grad == Py_None || !read_exchange_array(grad, &array, &layout) || array.dtype != slot.dtype ||
-      array.numel != slot.numel || array.may_have_lazy_sign || !(layout == self->layout)) {
+      array.numel != slot.numel || !(layout == self->layout) || may_be_lazy(grad, array)) {
     Py_DECREF(grad);
     return call_other(self, param);
   }
