@@ -7,7 +7,9 @@ A step is zero_grad, forward and backward of torch.cat over many tiny parameters
 accumulating one gradient per parameter, so a step's time over the number of parameters is the cost of a gradient.
 Times are CPU time of the process, all its threads together: unlike the wall clock it does not count what other jobs
 of the machine take. Arms: `bare` autograd; `hook`, an empty post-accumulate hook that is a C function; stock DDP;
-ours. The cost of a bucket is the slope between a plan of one bucket and one of many over the same parameters.
+ours. The cost of a bucket is the slope between a plan of one bucket and one of many over the same parameters, all of
+which fit in cache: with larger ones the slope is that of memory. Where a module's memory lies moves a step by more than
+what is measured, so everything is made anew several times.
 """
 
 import argparse
@@ -26,8 +28,9 @@ COLUMNS |= {"over hook": 9, "p10 ": 7, "p90 ": 7, "rounds": 6, "#wrong": 6}
 TRACE_EVENTS = 10_000
 SAMPLE_US = 20_000.0  # several steps: the check of the last sample leaves cold caches
 TINY_NUMEL = 8
-PAGE_NUMEL = 1024  # 4 KiB: in the bucket rows, a bucket is a whole number of parameters
-PARAMS_PER_BUCKET = 8
+LINE_NUMEL = 16  # a cache line: in the bucket rows, a bucket is a whole number of parameters
+PARAMS_PER_BUCKET = 2
+PLACEMENTS = 6  # times that modules are made anew
 
 
 class Concatenation(nn.Module):
@@ -71,14 +74,24 @@ def sampler(name: str, module: nn.Module, params: list[nn.Parameter]) -> Sampler
 
 def measure(world: World, args: argparse.Namespace, plans: dict[str, tuple[str, int | None]], count: int, numel: int):
     """Series of steps: `plans` maps a label to an arm and its bucket cap in bytes."""
-    samplers = []
-    for label, (arm, cap_bytes) in plans.items():
-        module = Concatenation(count, numel)
-        params = list(module.parameters())
-        samplers.append(sampler(label, wrap(arm, module, cap_bytes, args.transport), params))
-    round_s = calibrate(world, samplers, SAMPLE_US, (1, 1 if args.quick else 20))
-    limits = (2, 4) if args.quick else (20, args.rounds)
-    return interleave(world, samplers, rounds_within(world, round_s, args.seconds, limits))
+    placements = 1 if args.quick else PLACEMENTS
+    parts: dict[str, list[Series]] = {label: [] for label in plans}
+    for _ in range(placements):
+        samplers = []
+        for label, (arm, cap_bytes) in plans.items():
+            module = Concatenation(count, numel)
+            params = list(module.parameters())
+            samplers.append(sampler(label, wrap(arm, module, cap_bytes, args.transport), params))
+        round_s = calibrate(world, samplers, SAMPLE_US, (1, 1 if args.quick else 20))
+        limits = (2, 4) if args.quick else (10, args.rounds)
+        rounds = rounds_within(world, round_s, args.seconds / placements, limits)
+        for label, series in interleave(world, samplers, rounds).items():
+            parts[label].append(series)
+    return {label: joined(series) for label, series in parts.items()}
+
+
+def joined(parts: list[Series]) -> Series:
+    return Series(torch.cat([part.us for part in parts]), sum(part.wrong for part in parts), parts[0].ops)
 
 
 def gradient_rows(world: World, args: argparse.Namespace, rows: "Rows") -> None:
@@ -91,12 +104,12 @@ def gradient_rows(world: World, args: argparse.Namespace, rows: "Rows") -> None:
 
 
 def bucket_rows(world: World, args: argparse.Namespace, rows: "Rows") -> None:
-    buckets = 8 if args.quick else 128
+    buckets = 8 if args.quick else 512
     count = buckets * PARAMS_PER_BUCKET
-    few, many = count * PAGE_NUMEL * 4, PARAMS_PER_BUCKET * PAGE_NUMEL * 4
+    few, many = count * LINE_NUMEL * 4, PARAMS_PER_BUCKET * LINE_NUMEL * 4
     arms = [arm for arm in args.arms if arm not in ("bare", "hook")]
     plans = {f"{arm}/{number}": (arm, cap) for arm in arms for number, cap in ((1, few), (buckets, many))}
-    series = measure(world, args, plans, count, PAGE_NUMEL) if plans else {}
+    series = measure(world, args, plans, count, LINE_NUMEL) if plans else {}
     for arm in arms:
         one, each = series[f"{arm}/1"], series[f"{arm}/{buckets}"]
         rows.write("bucket", arm, buckets, each, over(each, one, buckets - 1))

@@ -63,19 +63,29 @@ class Sampler:
     check: Callable[[int], int]  # given the operations since `prepare`; returns the number of wrong elements
     ops: int = 1
     clock: Callable[[], int] = time.monotonic_ns  # another one only with one rank: ranks' times are compared
+    # `undo` takes back `undo_every` operations, between two stretches of a long loop (timed, in every arm); `check` is
+    # given the operations that are left.
+    undo: Callable[[], object] | None = None
+    undo_every: int = 1 << 40
 
     def sample(self, gate: Gate) -> tuple[int, int, int]:
         """(start, end, wrong elements) of one sample; times in ns of its clock."""
-        run, ops, clock = self.run, self.ops, self.clock
+        run, clock, left, undone = self.run, self.clock, self.ops, 0
         self.prepare()
         gate.wait()
-        if ops > 1:
+        if self.ops > 1:
             run()
         start = clock()
-        for _ in range(ops):
-            run()
+        while True:
+            for _ in range(min(left, self.undo_every)):
+                run()
+            left -= self.undo_every
+            if left <= 0 or self.undo is None:
+                break
+            self.undo()
+            undone += self.undo_every
         end = clock()
-        return start, end, self.check(ops + 1 if ops > 1 else 1)
+        return start, end, self.check(self.ops + 1 - undone if self.ops > 1 else 1)
 
 
 @dataclass

@@ -27,13 +27,23 @@ def summed_row(size: int, offset: int = 0, sums: int = 1) -> torch.Tensor:
     return (total * float(size) ** (sums - 1)).float()
 
 
+def is_power_of_two(size: int) -> bool:
+    return size & (size - 1) == 0
+
+
 def max_sums(size: int) -> int:
     """How many in-place sums over `size` ranks stay exact."""
     if size == 1:
         return 1 << 20
-    if size & (size - 1) == 0:
+    if is_power_of_two(size):
         return int(200 / math.log2(size))
     return max(1, int(math.log(2**24 / (_PERIOD * size), size)))
+
+
+def take_back(array: torch.Tensor, size: int, sums: int) -> None:
+    """Undoes `sums` in-place sums over `size` ranks after at least one more; exact for P a power of two."""
+    half = sums // 2  # a float32 would not hold the whole factor
+    array.mul_(float(size) ** -half).mul_(float(size) ** (half - sums))
 
 
 def fill(array: torch.Tensor, elements: torch.Tensor) -> None:

@@ -114,3 +114,6 @@ def test_in_place_sums_stay_exact_for_as_long_as_the_bench_loops(bench):
         last, before = patterns.summed_row(size, sums=sums), patterns.summed_row(size, sums=sums - 1)
         assert torch.equal(last.double(), before.double() * size)
         assert torch.isfinite(last).all()
+        if patterns.is_power_of_two(size):
+            patterns.take_back(last, size, sums - 1)
+            assert torch.equal(last, patterns.summed_row(size))

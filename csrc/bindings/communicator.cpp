@@ -150,7 +150,7 @@ HostArray contiguous_array(const char* what, PyObject* object) {
   HostArray array;
   if (!read_host_array(object, &array, nullptr)) throw py::error_already_set();
   if (array.may_have_lazy_sign) {
-    const int lazy = has_lazy_sign(object);
+    const int lazy = has_lazy_sign(object, array.numel > 1);
     if (lazy < 0) throw py::error_already_set();
     if (lazy > 0) throw UsageError(std::string(what) + " is a conjugated or negated view: call resolve_conj()");
   }

@@ -71,9 +71,13 @@ void complete(Engine& engine, int32_t parameter, const py::object& grad) {
 py::list trace_events(const Trace& trace) {
   py::list events;
   const TickScale scale = TickScale::measure();
+  const auto append = [&](TraceKind kind, uint64_t end_ticks, const TraceEvent& event) {
+    events.append(py::make_tuple(std::string(name_of(kind)), event.id, scale.to_ns(event.begin_ticks),
+                                 scale.to_ns(end_ticks), event.bytes, event.iteration));
+  };
   for (const TraceEvent& event : trace.snapshot()) {
-    events.append(py::make_tuple(std::string(name_of(event.kind)), event.id, scale.to_ns(event.begin_ticks),
-                                 scale.to_ns(event.end_ticks), event.bytes, event.iteration));
+    if (event.kind == TraceKind::kPack) append(TraceKind::kReady, event.begin_ticks, event);
+    append(event.kind, event.end_ticks, event);
   }
   return events;
 }
@@ -82,7 +86,7 @@ double trace_record_ns(Trace& trace, uint64_t count) {
   const int64_t begin = monotonic_ns();
   for (uint64_t i = 0; i < count; ++i) {
     const uint64_t t = ticks();
-    trace.record(TraceKind::kReady, 0, t, ticks(), 0, i);
+    trace.record(TraceKind::kPack, 0, t, ticks(), 0, i);
   }
   return static_cast<double>(monotonic_ns() - begin) / static_cast<double>(count);
 }

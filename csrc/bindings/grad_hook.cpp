@@ -23,6 +23,41 @@ namespace {
 
 PyObject* grad_name = nullptr;  // interned "grad"
 
+// `param.grad`, past the look-up of the name: a third of its cost. The descriptor of the type seen last, normally
+// torch.nn.Parameter.
+struct GradAttribute {
+  PyTypeObject* type = nullptr;
+  const PyGetSetDef* accessors = nullptr;
+
+  static GradAttribute known;
+
+  // Finds the accessors if the type has them in C, as torch's have.
+  static void look_at(PyTypeObject* type) {
+    if (type == known.type) return;
+    PyObject* found = PyObject_GetAttr(reinterpret_cast<PyObject*>(type), grad_name);
+    if (found && Py_IS_TYPE(found, &PyGetSetDescr_Type)) {
+      Py_INCREF(type);  // and with it the descriptor, so that both addresses stay theirs
+      Py_XDECREF(known.type);
+      known = {type, reinterpret_cast<PyGetSetDescrObject*>(found)->d_getset};
+    }
+    PyErr_Clear();
+    Py_XDECREF(found);
+  }
+
+  static PyObject* get(PyObject* param) {
+    if (Py_IS_TYPE(param, known.type)) return known.accessors->get(param, known.accessors->closure);
+    return PyObject_GetAttr(param, grad_name);
+  }
+
+  // 0, or -1 with an error set.
+  static int set(PyObject* param, PyObject* grad) {
+    if (Py_IS_TYPE(param, known.type)) return known.accessors->set(param, grad, known.accessors->closure);
+    return PyObject_SetAttr(param, grad_name, grad);
+  }
+};
+
+GradAttribute GradAttribute::known;
+
 struct GradHook {
   PyObject_HEAD vectorcallfunc vectorcall;
   std::shared_ptr<Engine> engine;
@@ -38,6 +73,15 @@ PyObject* call_other(GradHook* self, PyObject* param) {
   PyObject* result = PyObject_CallFunctionObjArgs(self->on_other, index, param, nullptr);
   Py_DECREF(index);
   return result;
+}
+
+// A complex gradient goes the long way without being asked.
+bool may_be_lazy(PyObject* grad, const HostArray& array) {
+  if (!array.may_have_lazy_sign) return false;
+  if (array.numel != 1) return true;
+  const int lazy = has_lazy_sign(grad, false);
+  if (lazy < 0) PyErr_Clear();
+  return lazy != 0;
 }
 
 PyObject* grad_hook_call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject*) {
@@ -61,12 +105,12 @@ PyObject* grad_hook_call(PyObject* object, PyObject* const* args, size_t nargsf,
   if (engine.mode() != Engine::Mode::kReduce || slot.bucket < 0 || engine.packed(self->parameter)) {
     return call_other(self, param);
   }
-  PyObject* grad = PyObject_GetAttr(param, grad_name);
+  PyObject* grad = GradAttribute::get(param);
   if (!grad) return nullptr;
   HostArray array;
   Layout layout;
   if (grad == Py_None || !read_exchange_array(grad, &array, &layout) || array.dtype != slot.dtype ||
-      array.numel != slot.numel || array.may_have_lazy_sign || !(layout == self->layout)) {
+      array.numel != slot.numel || !(layout == self->layout) || may_be_lazy(grad, array)) {
     Py_DECREF(grad);
     return call_other(self, param);
   }
@@ -78,7 +122,7 @@ PyObject* grad_hook_call(PyObject* object, PyObject* const* args, size_t nargsf,
     return nullptr;
   }
   Py_DECREF(grad);
-  if (PyObject_SetAttr(param, grad_name, Py_None) != 0) return nullptr;
+  if (GradAttribute::set(param, Py_None) != 0) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -142,7 +186,7 @@ void install_views(const Engine& engine, const Verdict& verdict, const py::list&
   for (size_t i = 0; i < count; ++i) {
     if (engine.slot(static_cast<int32_t>(i)).bucket < 0 || !verdict.used.test(i)) continue;
     const auto at = static_cast<Py_ssize_t>(i);
-    if (PyObject_SetAttr(PyList_GET_ITEM(params.ptr(), at), grad_name, PyList_GET_ITEM(views.ptr(), at)) != 0) {
+    if (GradAttribute::set(PyList_GET_ITEM(params.ptr(), at), PyList_GET_ITEM(views.ptr(), at)) != 0) {
       throw py::error_already_set();
     }
   }
@@ -156,6 +200,7 @@ std::vector<int32_t> stale_views(const Engine& engine, const py::list& params, c
   std::vector<int32_t> stale;
   const size_t count = engine.parameter_count();
   if (params.size() != count || views.size() != count) throw py::value_error("params and views: one per parameter");
+  if (count > 0) GradAttribute::look_at(Py_TYPE(PyList_GET_ITEM(params.ptr(), 0)));
   for (size_t i = 0; i < count; ++i) {
     const Slot& slot = engine.slot(static_cast<int32_t>(i));
     if (slot.bucket < 0) continue;
@@ -164,7 +209,7 @@ std::vector<int32_t> stale_views(const Engine& engine, const py::list& params, c
     bool usable = read_host_array(view, &array, nullptr) && (array.address == slot.address || array.numel == 0);
     PyErr_Clear();
     if (usable && Py_REFCNT(view) > 1) {
-      PyObject* grad = PyObject_GetAttr(PyList_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(i)), grad_name);
+      PyObject* grad = GradAttribute::get(PyList_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(i)));
       if (!grad) throw py::error_already_set();
       const bool is_grad = grad == view;
       Py_DECREF(grad);

@@ -196,11 +196,17 @@ void refuse_unexported(PyObject* object) {
 
 }  // namespace
 
-int has_lazy_sign(PyObject* object) {
-  for (const char* bit : {"is_conj", "is_neg"}) {
-    if (!PyObject_HasAttrString(object, bit)) continue;
-    PyObject* set = PyObject_CallMethod(object, bit, nullptr);
-    if (!set) return -1;
+int has_lazy_sign(PyObject* object, bool complex) {
+  static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
+  static PyObject* const is_conj = PyUnicode_InternFromString("is_conj");
+  for (PyObject* bit : {is_neg, complex ? is_conj : nullptr}) {
+    if (!bit) continue;
+    PyObject* set = PyObject_CallMethodNoArgs(object, bit);
+    if (!set) {
+      if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
+      PyErr_Clear();  // no tensor of torch's
+      continue;
+    }
     const int value = PyObject_IsTrue(set);
     Py_DECREF(set);
     if (value != 0) return value;

@@ -45,8 +45,9 @@ struct Layout {
 // host's or is read-only. `layout` may be null.
 bool read_host_array(PyObject* object, HostArray* array, Layout* layout);
 
-// True if the object is a torch tensor whose memory holds the conjugate or the negative of its values. -1: error set.
-int has_lazy_sign(PyObject* object);
+// True if the object is a torch tensor whose memory holds the negative or, where complex, the conjugate of its values.
+// -1: error set.
+int has_lazy_sign(PyObject* object, bool complex);
 
 // The fast path alone: true if the type carries the exchange table and everything fits. False without a Python error.
 bool read_exchange_array(PyObject* object, HostArray* array, Layout* layout);

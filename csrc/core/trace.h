@@ -12,7 +12,8 @@
 
 namespace gpucomm {
 
-// The five stages, and what can stand between them.
+// The five stages, and what can stand between them. A gradient is packed as soon as it is ready: the engine records the
+// pack, which begins at that moment, and readers of the trace get both events from it.
 enum class TraceKind : uint16_t { kReady, kPack, kReduce, kUnpack, kStep, kWait, kHeader };
 inline constexpr int kTraceKindCount = 7;
 

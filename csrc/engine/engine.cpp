@@ -88,7 +88,6 @@ void Engine::mark_ready(int32_t parameter, const void* grad, DType grad_dtype) {
   const Slot& slot = slots_[static_cast<size_t>(parameter)];
   const uint64_t ready = ticks();
   const size_t bytes = slot.numel * size_of(slot.dtype);
-  trace_->record(TraceKind::kReady, parameter, ready, ready, bytes, iteration_);
   pack_in_pieces(slot, grad, grad_dtype);
   trace_->record(TraceKind::kPack, parameter, ready, ticks(), bytes, iteration_);
   used_.set(static_cast<size_t>(parameter));

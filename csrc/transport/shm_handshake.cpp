@@ -183,11 +183,11 @@ Layout Layout::of(int size, size_t slot_bytes, size_t piece_bytes) {
   const size_t others = static_cast<size_t>(std::max(size - 1, 1));
   Layout layout{};
   layout.slot_bytes = slot_bytes != 0 ? slot_bytes : size_t{64} * 1024;
-  // In flight per rank: four rounds of pieces for all others and of results, well within a core's own cache. 32 KiB was
-  // as fast as 64 and faster than 128 and 256 KiB at 256 KiB to 4 MiB, P = 2.
+  // In flight per rank: four rounds of pieces for all others, well within a core's own cache. 64 KiB was faster than
+  // 32 and 128 KiB at 1 to 64 MiB, P = 2.
   constexpr size_t kRoundBytes = size_t{128} * 1024;
   layout.piece_bytes = piece_bytes;
-  if (piece_bytes == 0) layout.piece_bytes = std::clamp<size_t>(kRoundBytes / others / 4096 * 4096, 8192, 32768);
+  if (piece_bytes == 0) layout.piece_bytes = std::clamp<size_t>(kRoundBytes / others / 4096 * 4096, 8192, 65536);
   layout.slots_offset = aligned(sizeof(ControlBlock));
   layout.in_offset = aligned(layout.slots_offset + kRingSize * layout.slot_bytes);
   layout.out_offset = aligned(layout.in_offset + kStagingSlots * others * layout.piece_bytes);

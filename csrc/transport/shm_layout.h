@@ -70,9 +70,9 @@ static_assert(sizeof(Descriptor) == kLine);
 struct ControlBlock {
   Nonce nonce;
   alignas(kLine) std::atomic<uint64_t> done{0};       // this rank has done its part of all operations up to this number
-  alignas(kLine) std::atomic<uint64_t> copied_in{0};  // pieces through staging since construction (shm_staging.h)
-  std::atomic<uint64_t> reduced{0};
-  std::atomic<uint64_t> copied_out{0};
+  alignas(kLine) std::atomic<uint64_t> copied_in{0};  // rounds of staging since construction (shm_staging.h)
+  alignas(kLine) std::atomic<uint64_t> reduced{0};
+  alignas(kLine) std::atomic<uint64_t> copied_out{0};
   alignas(kLine) Bell bell;
   alignas(kLine) std::atomic<uint32_t> closed{0};
   alignas(kLine) FailureRecord failure;

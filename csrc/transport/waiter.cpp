@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <climits>
 
-#include "transport/cpu_pause.h"
+#include "transport/cpu_hints.h"
 
 namespace gpucomm {
 namespace {
