@@ -86,7 +86,7 @@ double trace_record_ns(Trace& trace, uint64_t count) {
   const int64_t begin = monotonic_ns();
   for (uint64_t i = 0; i < count; ++i) {
     const uint64_t t = ticks();
-    trace.record(TraceKind::kPack, 0, t, ticks(), 0, i);
+    trace.record(TraceKind::kStep, 0, t, ticks(), 0, i);
   }
   return static_cast<double>(monotonic_ns() - begin) / static_cast<double>(count);
 }
