@@ -67,7 +67,7 @@ class Reducer:
             plan.check(
                 [ParameterSpec.of(p) for p in self.params], [i for i, p in enumerate(self.params) if p.requires_grad]
             )
-        self._next_plan: BucketPlan | None = plan or self._registration_order_plan()
+        self._plan_next(plan or self._registration_order_plan())
         self._memories: list[BucketMemory] = []
         self._views: list[torch.Tensor | None] = [None] * len(self.params)
         self._second_round = SecondRound()
@@ -80,6 +80,7 @@ class Reducer:
         self._witness = next(i for i, p in enumerate(self.params) if p.requires_grad)
         self._failure: BaseException | None = None  # communication is broken for good
         self._usage_error: str | None = None  # raised by the wrapper's next forward
+        self._warnings: list[str] = []  # given once the iteration is complete
         self._static_usage: list[int] | None = None
         self._warned_forwards = self._warned_graph = False
         self._hooks: list[_core.GradHook] = []
@@ -125,7 +126,7 @@ class Reducer:
         self.table.refresh()
         if torch.is_grad_enabled() and not self._warned_graph:
             self._warned_graph = True
-            warnings.warn(_CREATE_GRAPH_TEXT, stacklevel=2)
+            self._warnings.append(_CREATE_GRAPH_TEXT)
         reduce = self.sync_requested() if self._reduce_next is None else self._reduce_next
         if reduce:
             self._apply_plan()
@@ -137,12 +138,16 @@ class Reducer:
         else:
             self.engine.arm_local()
 
+    def _plan_next(self, plan: BucketPlan | None) -> None:
+        """Has the plan applied when the next iteration is armed, for what the parameters are now, not then."""
+        self._next_plan = plan
+        self._next_specs = [ParameterSpec.of(p) for p in self.params]
+
     def _apply_plan(self) -> None:
         plan, self._next_plan = self._next_plan, None
         if plan is None:
             return
-        self.plan = plan
-        self._specs = [ParameterSpec.of(p) for p in self.params]
+        self.plan, self._specs = plan, self._next_specs
         self._memories = [
             BucketMemory(bucket, memory, self._specs)
             for bucket, memory in zip(plan.buckets, allocate_buckets(plan, self.transport), strict=True)
@@ -257,6 +262,7 @@ class Reducer:
             self.engine.disarm()
             if self._owes_reduction:
                 self._reduce_next = None  # a forward of those before was to be reduced: its backward is still to come
+            self._give_warnings()
             return
         try:
             self._complete_missing()
@@ -270,7 +276,7 @@ class Reducer:
                 if not verdict.is_used(index):
                     self._view(index).copy_(grad)
             if not self.plan_is_final and self._next_plan is None:
-                self._next_plan = self._plan_in_ready_order()
+                self._plan_next(self._plan_in_ready_order())
                 self.plan_is_final = True
         except StepFailed:
             raise
@@ -279,6 +285,13 @@ class Reducer:
             raise
         finally:
             self._reset()
+        self._give_warnings()
+
+    def _give_warnings(self) -> None:
+        """What this backward gave cause for. The last thing it does: where warnings are errors, this raises."""
+        texts, self._warnings = self._warnings, []
+        for text in texts:
+            warnings.warn(text, stacklevel=3)
 
     def _complete_missing(self) -> None:
         missing = self.engine.missing()
@@ -333,15 +346,14 @@ class Reducer:
         if len(set(forwards)) > 1 and not self._warned_forwards:
             self._warned_forwards = True
             per_rank = ", ".join(f"{count} on rank {name(r)}" for r, count in enumerate(forwards))
-            warnings.warn(
+            self._warnings.append(
                 f"training forwards since the last reduction differ between ranks: {per_rank}. Gradients are right; "
-                "check that every rank runs the same loop.",
-                stacklevel=2,
+                "check that every rank runs the same loop."
             )
         indices = verdict.second_round()
         if indices:
             self._second_round.run(self, indices)
-            self._next_plan = self._plan_with(indices)
+            self._plan_next(self._plan_with(indices))
 
     def add_mean(self, index: int, mean: torch.Tensor) -> None:
         """The second round's mean of a parameter: added to its slot, or its gradient where no slot fits."""
@@ -395,11 +407,12 @@ class Reducer:
         Their shapes and dtypes were compared in the second round, so every rank comes to the same plan.
         """
         specs = [ParameterSpec.of(p) for p in self.params]
-        slots = {s.parameter: (b.dtype, s.numel) for b in self.plan.buckets for s in b.slots}
-        if all(slots.get(i) == (str(specs[i].dtype).removeprefix("torch."), specs[i].numel) for i in parameters):
-            return None
         order = self.plan.parameters
-        return BucketPlan.build(specs, order + [i for i in parameters if i not in slots], self.caps)
+        present = set(order)
+        new = [i for i in parameters if i not in present]
+        if not new and all(self._specs[i].is_like(specs[i]) for i in parameters):
+            return None
+        return BucketPlan.build(specs, order + new, self.caps)
 
     def _on_backward_aborted(self) -> None:
         """Backward raised on this rank: keep the peers company to the end of the iteration and tell them."""

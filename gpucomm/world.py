@@ -144,6 +144,10 @@ class World:
 _exchanges: dict[str, int] = {}
 
 
+# torch's stores count waits in milliseconds of 32 bits; 23 days stand for no timeout at all.
+_LONGEST_S = 2_000_000.0
+
+
 def _timeout_s(group: dist.ProcessGroup, timeout: timedelta | float | None) -> float:
     if timeout is None:
         timeout = Settings.from_environment().timeout_s
@@ -153,4 +157,4 @@ def _timeout_s(group: dist.ProcessGroup, timeout: timedelta | float | None) -> f
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if not seconds > 0:
         raise ValueError(f"timeout is {timeout!r}, accepted is a positive timedelta or number of seconds")
-    return seconds
+    return min(seconds, _LONGEST_S)

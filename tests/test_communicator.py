@@ -3,7 +3,10 @@
 import functools
 import gc
 import re
+import sys
 import threading
+import time
+import weakref
 from datetime import timedelta
 
 import numpy as np
@@ -13,7 +16,7 @@ import torch.distributed as dist
 from footprint import mapped_memfds
 from ranks import run_ranks
 
-from gpucomm import Communicator, _core
+from gpucomm import Communicator, DistributedDataParallel, _core
 from gpucomm.errors import CommError, CommTimeout, TransportUnavailable
 
 each_transport = pytest.mark.parametrize("transport", ["shm", "c10d", "loopback"])
@@ -218,6 +221,55 @@ def test_an_array_that_nobody_else_holds_lives_until_its_collective_is_complete(
     run_ranks(body, 2)
 
 
+@pytest.mark.parametrize("transport", ["shm", "c10d", "loopback"])
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_what_outlives_the_process_group_ends_silently(transport, in_flight, monkeypatch):
+    def body(rank, world):
+        unraisable = []
+        monkeypatch.setattr(sys, "unraisablehook", lambda found: unraisable.append(repr(found.exc_value)))
+        comm, other = Communicator(transport=transport), Communicator(transport=transport)
+        ddp = DistributedDataParallel(torch.nn.Linear(3, 2), transport=transport)
+        ddp(torch.ones(1, 3)).sum().backward()
+        work = [comm.all_reduce(torch.ones(100000), async_op=True)] if in_flight else []
+        dist.destroy_process_group()
+        other.close()
+        del comm, other, work, ddp
+        gc.collect()
+        assert unraisable == []
+
+    for outcome in run_ranks(body, 2, expect_failures=True):
+        assert outcome.complaint() is None, outcome.complaint()
+        assert "ignored" not in outcome.output
+
+
+def test_a_communicator_of_a_group_is_let_go_with_an_operation_in_flight(monkeypatch):
+    """What gloo may still write to stays allocated; the peer's operation is complete, and nothing is printed."""
+
+    def body(rank, world):
+        unraisable = []
+        monkeypatch.setattr(sys, "unraisablehook", lambda found: unraisable.append(repr(found.exc_value)))
+        store = dist.distributed_c10d._get_default_store()
+        comm = Communicator(transport="c10d", timeout=10)
+        if rank == 0:
+            x = torch.ones(100000)
+            address, abandoned = x.data_ptr(), weakref.ref(x)
+            work = comm.all_reduce(x, async_op=True)
+            del x, work, comm
+            gc.collect()
+            assert abandoned() is not None, "its memory would be used again"
+            assert abandoned().data_ptr() == address
+            store.set("let go", "")
+        else:
+            store.wait(["let go"])
+            x = torch.ones(100000)
+            comm.all_reduce(x)
+            assert (x == 2).all()
+        assert unraisable == []
+        dist.barrier()
+
+    run_ranks(body, 2)
+
+
 def test_a_second_thread_at_the_same_time_is_refused():
     def body(rank, world):
         store = dist.distributed_c10d._get_default_store()
@@ -286,6 +338,20 @@ def test_the_timeout_is_the_one_that_was_asked_for(transport, source, monkeypatc
             comm.barrier()
         assert caught.value.missing == [1]
         store.set("timed_out", "")
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("timeout", ["inf", "1e30", float("inf"), 1e30, timedelta.max])
+def test_a_timeout_without_end_is_served(transport, timeout, monkeypatch):
+    def body(rank, world):
+        if isinstance(timeout, str):
+            monkeypatch.setenv("GPUCOMM_TIMEOUT_S", timeout)
+        with Communicator(transport=transport, timeout=None if isinstance(timeout, str) else timeout) as comm:
+            if rank == 1:
+                time.sleep(0.3)  # long enough for the peer to look at its deadline
+            comm.all_reduce(torch.ones(100000))
 
     run_ranks(body, 2)
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from toys import ConvNet, Recurrent, TiedEmbedding, TwoHeads, batch, mlp
 
 from gpucomm import DistributedDataParallel as Ours
+from gpucomm.second_round import SecondRound
 
 Stock = nn.parallel.DistributedDataParallel
 TRANSPORTS = ["shm", "c10d"]
@@ -471,6 +472,77 @@ def test_moves_to_another_dtype_and_back_are_reduced():
     run_ranks(body, 2)
 
 
+@pytest.mark.parametrize("period", [1, 2])
+def test_conversions_between_the_making_of_a_plan_and_its_use_are_reduced(period):
+    """A plan is made at the end of one iteration, for the parameters as they are then, and used in the next."""
+    changes = [
+        lambda m: m.half(),
+        lambda m: m.float(),
+        lambda m: m.double(),
+        lambda m: m[0].weight.requires_grad_(False),
+        lambda m: m.float(),
+        lambda m: m[0].weight.requires_grad_(True),
+        lambda m: setattr(m[0], "weight", nn.Parameter(m[0].weight.detach().repeat(2, 1))),
+        lambda m: m.bfloat16(),
+        lambda m: setattr(m[0], "weight", nn.Parameter(m[0].weight.detach()[:24].clone())),
+        lambda m: setattr(m[2], "weight", nn.Parameter(m[2].weight.detach().t())),
+        lambda m: m.float(),
+        lambda m: setattr(m[2], "weight", nn.Parameter(m[2].weight.detach().reshape(12, 48))),
+        lambda m: setattr(m[2], "weight", nn.Parameter(m[2].weight.detach().view(24, 24).to(torch.complex64))),
+        lambda m: m.double(),
+    ]
+
+    def loss(m, r, iteration):
+        x = batch(r, iteration, 5, 24)
+        parts = [(x.mean().to(p.real.dtype) * p.abs().pow(2)).sum().double() for p in m.parameters() if p.requires_grad]
+        return sum(parts) / 100
+
+    def body(rank, world):
+        model = mlp()
+        ours = Ours(copy.deepcopy(model))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a complex parameter that becomes a real one
+            for iteration in range(period * len(changes) + 3):
+                if iteration > 0 and iteration % period == 0 and iteration // period <= len(changes):
+                    for m in (model, ours.module):
+                        changes[iteration // period - 1](m)
+                ours.zero_grad()
+                model.load_state_dict(ours.module.state_dict())
+                expected = mean_gradients(model, lambda m, r, i=iteration: loss(m, r, i), world)
+                with ours._inside_ddp_forward():
+                    loss(ours.module, rank, iteration).backward()
+                for name, param in ours.module.named_parameters():
+                    if name in expected:
+                        tolerance = 1e-6 if param.dtype.itemsize > 2 else 1e-2
+                        torch.testing.assert_close(param.grad, expected[name], rtol=tolerance, atol=tolerance, msg=name)
+                        assert param.grad.dtype == param.dtype
+        # The plan followed the last change: nothing has to go around the buckets any more.
+        slots = {s.parameter: b.dtype for b in ours.reducer.plan.buckets for s in b.slots}
+        complex_one = ours.reducer.names.index("2.weight")  # double() leaves it as it is
+        assert slots == {i: "float32" if i == complex_one else "float64" for i in range(8)}
+        assert ours.reducer._next_plan is None
+
+    run_ranks(body, 2)
+
+
+def test_a_parameter_of_another_shape_and_the_same_size_gets_a_slot_that_fits(monkeypatch):
+    added = []
+    add = SecondRound.add
+    monkeypatch.setattr(SecondRound, "add", lambda self, i, grad: added.append(i) or add(self, i, grad))
+
+    def body(rank, world):
+        ours = Ours(nn.ParameterList([nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(2))]))
+        for iteration in range(4):
+            if iteration == 1:
+                ours.module[0] = nn.Parameter(torch.ones(6, 4))
+            ours.zero_grad()
+            sum(p.pow(2).sum() * (rank + 1) for p in ours.module).backward()
+            assert torch.equal(ours.module[0].grad, torch.full_like(ours.module[0], 3.0))
+        return added
+
+    assert run_ranks(body, 2) == [[0], [0]]  # around the slot once, in the iteration of the change
+
+
 def test_a_parameter_that_is_replaced_after_wrapping_is_reduced():
     def body(rank, world):
         model = mlp()
@@ -724,6 +796,48 @@ def test_differing_forwards_warn_with_the_counts_of_the_ranks():
 
     for messages in run_ranks(body, 2):
         assert any("1 on rank 0, 2 on rank 1" in m for m in messages), messages
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_warning_that_is_an_error_is_raised_once_the_iteration_is_complete(transport):
+    def body(rank, world):
+        model = mlp()
+        ours = Ours(copy.deepcopy(model), transport=transport)
+
+        def loss(m, r):
+            return m(batch(r, 0, 5, 24)).square().mean()
+
+        expected = mean_gradients(model, loss, world)
+        for kind, options in (("forwards", {}), ("create_graph", {"create_graph": True})):
+            ours.zero_grad()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", category=UserWarning, message="training forwards|backward.create_graph")
+                warnings.filterwarnings("ignore", message="Using backward")  # torch's own
+                if rank == 1 and kind == "forwards":
+                    ours(batch(rank, 0, 5, 24))
+                with pytest.raises(UserWarning, match=kind):
+                    loss(ours, rank).backward(**options)
+            assert_mean(ours, expected)
+        ours.zero_grad()
+        loss(ours, rank).backward()
+        assert_mean(ours, expected)
+
+    run_ranks(body, 2)
+
+
+def test_a_warning_that_is_an_error_under_no_sync_is_raised_after_the_backward():
+    def body(rank, world):
+        ours = Ours(mlp())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="backward.create_graph")
+            warnings.filterwarnings("ignore", message="Using backward")
+            with ours.no_sync(), pytest.raises(UserWarning, match="create_graph"):
+                ours(batch(rank, 0, 5, 24)).square().mean().backward(create_graph=True)
+        ours.zero_grad()
+        ours(batch(rank, 0, 5, 24)).square().mean().backward()
+        same_on_all_ranks(p.grad for p in ours.parameters())
+
+    run_ranks(body, 2)
 
 
 def test_differing_backwards_raise_on_every_rank_and_the_next_iteration_works():

@@ -17,6 +17,9 @@ constexpr size_t kShortShareBytes = 16 * 1024;
 // work and wait once more (P = 4, 8 on 2 cores: equal at 64 KiB).
 constexpr size_t kGatherBytes = 64 * 1024;
 
+// Stands for no timeout at all: 30 years, which nanoseconds of 64 bits hold.
+constexpr double kLongestS = 1e9;
+
 int64_t now_ns() {
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
@@ -67,7 +70,7 @@ Collectives::Collectives(const ShmOptions& options)
       blocks_(blocks_of(world_)),
       rank_(options.rank),
       size_(options.size),
-      timeout_s_(options.timeout_s),
+      timeout_s_(std::min(options.timeout_s, kLongestS)),
       own_(*blocks_[static_cast<size_t>(options.rank)]),
       counters_(blocks_, rank_),
       failures_(blocks_, rank_, options.global_ranks, options.timeout_s),
