@@ -9,6 +9,7 @@ from the verdict, which is the same on all of them.
 """
 
 import _thread
+import os
 import sys
 import warnings
 import weakref
@@ -78,6 +79,7 @@ class Reducer:
         self._owes_reduction = False  # one of the forwards since the last reduction asked for one
         self._orphans: frozenset[int] = frozenset()  # while not active: parameters that the active wrapper lacks
         self._witness = next(i for i, p in enumerate(self.params) if p.requires_grad)
+        self._pid = os.getpid()
         self._failure: BaseException | None = None  # communication is broken for good
         self._usage_error: str | None = None  # raised by the wrapper's next forward
         self._warnings: list[str] = []  # given once the iteration is complete
@@ -128,6 +130,11 @@ class Reducer:
             self._warned_graph = True
             self._warnings.append(_CREATE_GRAPH_TEXT)
         reduce = self.sync_requested() if self._reduce_next is None else self._reduce_next
+        if reduce and os.getpid() != self._pid:
+            raise RuntimeError(
+                "backward in a process that was forked from one whose gradients are reduced: a child cannot take its "
+                "place in the group; use the module of the wrapper in it, copied, or no_sync()"
+            )
         if reduce:
             self._apply_plan()
             self._free_buckets()

@@ -1,6 +1,7 @@
 """Transports that are written in Python: the base for your own, and the one over any torch.distributed group."""
 
 import ctypes
+import os
 import sys
 import time
 from abc import abstractmethod
@@ -116,6 +117,7 @@ class C10dTransport(Transport):
         self._global_ranks = global_ranks
         self._failure: CommError | None = None
         self._started = 0
+        self._pid = os.getpid()
         number = _transports_over.get(group.group_name, 0)
         _transports_over[group.group_name] = number + 1
         self._key = f"gpucomm/roll_call/{group.group_name}/{number}"
@@ -159,6 +161,7 @@ class C10dTransport(Transport):
     def _start(self, what: str, operation: Callable[[], dist.Work]) -> Handle:
         if self._failure is not None:
             raise self._failure
+        self._refuse_in_child()
         self._started += 1
         try:
             work = operation()
@@ -166,10 +169,18 @@ class C10dTransport(Transport):
             raise self._broken(what, str(error)) from error
         return _C10dWork(self, what, work)
 
+    def _refuse_in_child(self) -> None:
+        """The sockets that a forked child inherited are its parent's, and nobody in the child serves them."""
+        if os.getpid() != self._pid:
+            raise ValueError(
+                "this process was forked from one that takes part in a group: a child cannot take its place"
+            )
+
     def _wait(self, what: str, work: dist.Work) -> None:
         deadline = time.monotonic() + self.timeout_s
         slices_after_end = slices_without_peer = 0
         while True:
+            self._refuse_in_child()
             try:
                 work.wait(_SLICE)
                 return
@@ -222,11 +233,13 @@ class C10dTransport(Transport):
         return [self._global_ranks[r] for r in range(self.size) if r != self.rank]
 
     def _answer_roll_call(self, words: str) -> Any:
-        store = distributed_c10d._get_process_group_store(self.group)
+        if os.getpid() != self._pid:
+            return None  # a forked child does not speak for its parent
         try:
+            store = distributed_c10d._get_process_group_store(self.group)
             store.set(f"{self._key}/{self.rank}", words)
-        except (RuntimeError, dist.DistError):
-            return None  # the store went with its host
+        except (KeyError, ValueError, RuntimeError, dist.DistError):
+            return None  # the store went with its host, or with destroy_process_group
         return store
 
     def _heard(self, store: Any) -> dict[int, str]:
@@ -266,6 +279,7 @@ class _C10dWork:
         self._work = work
 
     def is_completed(self) -> bool:
+        self._transport._refuse_in_child()
         return self._work.is_completed()
 
     def wait(self) -> None:

@@ -4,6 +4,7 @@ The only file that reads environment variables (`GPUCOMM_*`).
 """
 
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -63,6 +64,10 @@ class World:
             raise RuntimeError("Default process group has not been initialized, please call init_process_group first.")
         group = group if group is not None else dist.group.WORLD
         assert group is not None
+        if group in _inherited:
+            raise RuntimeError(
+                "this process was forked from one with this process group: a child cannot take its place in the group"
+            )
         rank = dist.get_rank(group)
         if rank < 0:
             raise ValueError("this process is not a member of the process group")
@@ -142,6 +147,18 @@ class World:
 
 # How many exchanges each group has seen: construction is collective, so all ranks count alike.
 _exchanges: dict[str, int] = {}
+
+
+# The process groups that were there when this process was forked: their sockets are the parent's.
+_inherited: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    _inherited.update(distributed_c10d._world.pg_map)
+    _exchanges.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 # torch's stores count waits in milliseconds of 32 bits; 23 days stand for no timeout at all.

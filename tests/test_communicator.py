@@ -231,6 +231,7 @@ def test_what_outlives_the_process_group_ends_silently(transport, in_flight, mon
         ddp = DistributedDataParallel(torch.nn.Linear(3, 2), transport=transport)
         ddp(torch.ones(1, 3)).sum().backward()
         work = [comm.all_reduce(torch.ones(100000), async_op=True)] if in_flight else []
+        dist.barrier()  # a peer that let go before this rank started would have failed it
         dist.destroy_process_group()
         other.close()
         del comm, other, work, ddp

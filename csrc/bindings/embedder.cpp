@@ -2,6 +2,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include "bindings/errors.h"
+
 namespace gpucomm {
 
 // Set while this thread has given the GIL up for a wait.
@@ -19,7 +21,7 @@ void PythonEmbedder::after_blocking() {
 
 void PythonEmbedder::check_interrupt() {
   const pybind11::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+  if (PyErr_CheckSignals() != 0) throw PythonError::fetch();
 }
 
 PythonEmbedder& PythonEmbedder::instance() {

@@ -4,6 +4,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/embedder.h"
+#include "bindings/errors.h"
 #include "transport/transport.h"
 #include "transport/transport_loopback.h"
 #include "transport/transport_shm.h"
@@ -24,13 +25,15 @@ class PythonTask final : public Task {
   }
   bool advance() override {
     const py::gil_scoped_acquire gil;
-    if (!work_.attr("is_completed")().cast<bool>()) return false;
-    work_.attr("wait")();  // raises what went wrong
-    return true;
+    return keeping_python_errors([&] {
+      if (!work_.attr("is_completed")().cast<bool>()) return false;
+      work_.attr("wait")();  // raises what went wrong
+      return true;
+    });
   }
   void wait() override {
     const py::gil_scoped_acquire gil;
-    work_.attr("wait")();
+    keeping_python_errors([&] { work_.attr("wait")(); });
   }
 
  private:

@@ -88,7 +88,10 @@ Collectives::Collectives(const ShmOptions& options)
 }
 
 void Collectives::ensure_usable() {
-  if (fork_guard_.forked()) throw UsageError("this transport belongs to the process that was forked, not to its child");
+  // A child may even be forked in the middle of a wait, by a signal's handler: examine() asks here too.
+  if (fork_guard_.forked()) {
+    throw UsageError("this process was forked from one that takes part in a group: a child cannot take its place");
+  }
   failures_.check();
 }
 
@@ -392,7 +395,7 @@ bool Collectives::misses(int rank) const {
 }
 
 void Collectives::examine(bool slice_over) {
-  failures_.check();
+  ensure_usable();
   bool any_missing = false;
   for (int rank = 0; rank < size_; ++rank) {
     if (!misses(rank)) continue;

@@ -97,6 +97,8 @@ void Failures::mismatch(const std::string& difference) {
   rethrow();
 }
 
-void Failures::abort(const std::string& reason) noexcept { record(FailureKind::kAborted, {}, reason); }
+void Failures::abort(const std::string& reason) noexcept {
+  if (!fork_guard_.forked()) record(FailureKind::kAborted, {}, reason);
+}
 
 }  // namespace gpucomm::shm

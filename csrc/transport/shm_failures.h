@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "transport/fork_guard.h"
 #include "transport/shm_layout.h"
 
 namespace gpucomm::shm {
@@ -27,7 +28,7 @@ class Failures {
   [[noreturn]] void peer_failed(int culprit, const std::string& reason);
   [[noreturn]] void timed_out(const std::vector<int>& missing, const std::string& what);
   [[noreturn]] void mismatch(const std::string& difference);
-  // Any thread; does not throw.
+  // Any thread; does not throw. Nothing in a forked child, which does not speak for its parent.
   void abort(const std::string& reason) noexcept;
 
   int global(int rank) const { return global_ranks_.empty() ? rank : global_ranks_[static_cast<size_t>(rank)]; }
@@ -43,6 +44,7 @@ class Failures {
   std::vector<int> global_ranks_;
   double timeout_s_;
   std::mutex mutex_;  // an abort from another thread
+  ForkGuard fork_guard_;
 };
 
 }  // namespace gpucomm::shm

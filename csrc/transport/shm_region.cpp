@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
@@ -10,7 +11,9 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <set>
 #include <system_error>
+#include <utility>
 
 namespace gpucomm {
 namespace {
@@ -38,6 +41,17 @@ OwnRegions& own_regions() {
   return *regions;
 }
 
+// All that this process has mapped, for a child that it forks. [Note: forked children]
+struct MappedRegions {
+  std::mutex mutex;
+  std::set<SharedRegion*> regions;
+};
+
+MappedRegions& mapped_regions() {
+  static MappedRegions* const mapped = new MappedRegions;
+  return *mapped;
+}
+
 }  // namespace
 
 Nonce Nonce::random() {
@@ -56,15 +70,44 @@ std::string Nonce::hex() const {
 SharedRegion::SharedRegion(RegionKind kind, int fd, size_t bytes) : kind_(kind), fd_(fd), bytes_(bytes) {}
 
 SharedRegion::~SharedRegion() {
-  if (base_ != nullptr) munmap(base_, bytes_);
+  if (base_ != nullptr) {
+    MappedRegions& mapped = mapped_regions();
+    const std::lock_guard lock(mapped.mutex);
+    mapped.regions.erase(this);
+    munmap(base_, bytes_);
+  }
   if (fd_ >= 0) close(fd_);
   if (named_ && !fork_guard_.forked()) unlink();
 }
 
 void SharedRegion::map() {
+  // The lock is held over the fork, so that the child finds the set as it is and every mapping in it.
+  static const int registered = pthread_atfork([] { mapped_regions().mutex.lock(); },
+                                               [] { mapped_regions().mutex.unlock(); }, &part_from_parent);
+  if (registered != 0) throw std::system_error(registered, std::generic_category(), "pthread_atfork");
+  MappedRegions& mapped = mapped_regions();
+  const std::lock_guard lock(mapped.mutex);
+  mapped.regions.insert(this);
   void* address = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, 0);
-  if (address == MAP_FAILED) throw_errno("mmap of " + std::to_string(bytes_) + " shared bytes");
+  if (address == MAP_FAILED) {
+    const int error = errno;
+    mapped.regions.erase(this);
+    throw std::system_error(error, std::generic_category(), "mmap of " + std::to_string(bytes_) + " shared bytes");
+  }
   base_ = static_cast<std::byte*>(address);
+}
+
+// In a forked child, which may call nothing that takes a lock or memory. [Note: forked children]
+void SharedRegion::part_from_parent() noexcept {
+  MappedRegions& mapped = mapped_regions();
+  for (SharedRegion* region : mapped.regions) {
+    const int flags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE | (region->fd_ >= 0 ? 0 : MAP_ANONYMOUS);
+    if (mmap(region->base_, region->bytes_, PROT_READ | PROT_WRITE, flags, region->fd_, 0) == MAP_FAILED) {
+      // Where memory may not be overcommitted: no memory at all, rather than the parent's.
+      mmap(region->base_, region->bytes_, PROT_NONE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE | MAP_ANONYMOUS, -1, 0);
+    }
+  }
+  mapped.mutex.unlock();
 }
 
 std::shared_ptr<SharedRegion> SharedRegion::create(RegionKind kind, size_t bytes, size_t committed_bytes) {
@@ -114,7 +157,7 @@ std::shared_ptr<SharedRegion> SharedRegion::open_memfd(pid_t pid, int fd, size_t
   std::shared_ptr<SharedRegion> region(new SharedRegion(RegionKind::kMemfd, opened, bytes));
   require_size(opened, bytes, path);
   region->map();
-  region->seal();
+  close(std::exchange(region->fd_, -1));
   return verified(std::move(region), path, nonce);
 }
 
@@ -142,10 +185,6 @@ void SharedRegion::unlink() noexcept {
 
 void SharedRegion::seal() noexcept {
   if (named_) unlink();
-  if (kind_ == RegionKind::kMemfd && fd_ >= 0) {
-    close(fd_);
-    fd_ = -1;
-  }
 }
 
 void SharedRegion::commit(size_t offset, size_t bytes) {

@@ -4,6 +4,10 @@
 // /proc/<pid>/fd/<n> and prove by a nonce that they got the right one. It is sparse: address space for as much as may
 // ever be needed is mapped once, pages come when they are touched and go when a block is released. So peers need no
 // further handshake for memory allocated later.
+//
+// [Note: forked children] A child inherits the mappings, so whatever it wrote there (a gradient, a counter, a failure)
+// would reach its parent's group. The moment it is forked it therefore trades them: its own region for a private
+// copy-on-write view, which holds what the parent had, and its peers' for empty memory.
 #pragma once
 
 #include <sys/types.h>
@@ -52,7 +56,7 @@ class SharedRegion {
   const Nonce& nonce() const { return nonce_; }
   int fd() const { return fd_; }
 
-  // All peers have mapped it: drops the name and, for a memfd, the descriptor. Idempotent.
+  // All peers have mapped it: drops the name. Idempotent.
   void seal() noexcept;
   // Backs a range with memory now, so that a full /dev/shm is an error here and no SIGBUS later.
   void commit(size_t offset, size_t bytes);
@@ -63,6 +67,7 @@ class SharedRegion {
   SharedRegion(RegionKind kind, int fd, size_t bytes);
   void map();
   void unlink() noexcept;
+  static void part_from_parent() noexcept;
 
   RegionKind kind_;
   int fd_;
