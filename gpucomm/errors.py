@@ -67,5 +67,15 @@ class CommTimeout(CommError):
         return type(self), (self.args[0], self.missing, self.bucket, self.parameters)
 
 
+_DEAD = "this communicator is dead since an earlier operation: "
+
+
+def dead_since(failure: CommError) -> CommError:
+    """What later operations raise after one of them failed for good: the same type and attributes, and that it is so."""
+    text = str(failure)
+    kind, arguments = failure.__reduce__()[:2]  # type: ignore[misc]
+    return kind(text if text.startswith(_DEAD) else _DEAD + text, *arguments[1:])
+
+
 class InternalError(RuntimeError):
     """A fault of gpucomm itself. Please report it with the message."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from gpucomm import _core
-from gpucomm.errors import CommError, CommTimeout, PeerFailed
+from gpucomm.errors import CommError, CommTimeout, PeerFailed, dead_since
 
 # How often a wait looks at the clock and lets signals through.
 _SLICE = timedelta(milliseconds=200)
@@ -134,6 +134,10 @@ class C10dTransport(Transport):
     def all_reduce(self, x: torch.Tensor, op: str) -> Handle:
         options = dist.AllreduceOptions()
         options.reduceOp = _OPERATIONS[op]  # type: ignore[assignment]
+        if x.dtype in _KEY_DTYPES and op in ("min", "max"):
+            keys = _ordered_keys(x, op)
+            handle = self._start("all_reduce", lambda: self.group.allreduce([keys], options))
+            return _Then(handle, lambda: x.copy_(_values_of(keys, x.dtype)))
         return self._start("all_reduce", lambda: self.group.allreduce([x], options))
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, op: str) -> Handle:
@@ -159,9 +163,9 @@ class C10dTransport(Transport):
         self._failure = self._failure or CommError(f"this rank gave up: {reason}")
 
     def _start(self, what: str, operation: Callable[[], dist.Work]) -> Handle:
-        if self._failure is not None:
-            raise self._failure
         self._refuse_in_child()
+        if self._failure is not None:
+            raise dead_since(self._failure)
         self._started += 1
         try:
             work = operation()
@@ -270,6 +274,27 @@ class C10dTransport(Transport):
             said = self._heard(store)
             time.sleep(0.02)
         return {self.rank, *said}, said
+
+
+_KEY_DTYPES = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def _ordered_keys(x: torch.Tensor, op: str) -> torch.Tensor:
+    """Integers in the order of the numbers, a NaN beyond them all: what a backend does with NaN differs, and gloo's
+    minimum and maximum lose it.
+
+    Read as an integer, a number without its sign bit grows with its magnitude; a negative one gets those bits inverted.
+    """
+    integers = _KEY_DTYPES[x.dtype]
+    limits = torch.iinfo(integers)
+    bits = x.view(integers)
+    keys = torch.where(bits < 0, bits ^ limits.max, bits)
+    return keys.masked_fill_(x.isnan(), limits.min if op == "min" else limits.max)
+
+
+def _values_of(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    values = torch.where(keys < 0, keys ^ torch.iinfo(keys.dtype).max, keys).view(dtype)
+    return values.masked_fill_(values.isnan(), float("nan"))
 
 
 class _C10dWork:

@@ -628,8 +628,10 @@ def test_different_collectives_raise_on_every_rank_with_both():
             kind, text, _ = error_of(lambda: (one if rank == 1 else most)(comm))
             assert kind is CollectiveMismatch, (kind, text)
             assert all(word in text for word in words), text
-            kind, _, _ = error_of(comm.barrier)
-            assert issubclass(kind, CommError)
+            for later in (comm.barrier, lambda: comm.empty(3), comm.barrier):
+                kind, dead, _ = error_of(later)
+                assert kind is CollectiveMismatch
+                assert dead == f"this communicator is dead since an earlier operation: {text}"
             comm.close()
 
     run_ranks(body, 3)
@@ -702,6 +704,44 @@ def test_no_names_in_shared_memory_at_any_time():
             comm.all_reduce(comm.empty(100))
             assert not own_footprint().shm_entries
             comm.barrier()
+
+    run_ranks(body, 2)
+
+
+@each_transport
+def test_operations_after_a_failure_say_that_the_communicator_is_dead_and_why(transport):
+    def body(rank, world):
+        comm = Communicator(transport=transport, timeout=20 if rank == 0 else 1)
+        comm.barrier()
+        if rank == 1:
+            comm.close()
+            return
+        kind, text, attributes = error_of(functools.partial(two_barriers, comm))
+        assert kind is PeerFailed
+        for _ in range(3):
+            again, dead, theirs = error_of(comm.barrier)
+            assert again is PeerFailed
+            assert dead == f"this communicator is dead since an earlier operation: {text}"
+            assert theirs == attributes
+
+    run_ranks(body, 2)
+
+
+@each_transport
+def test_operations_after_a_timeout_say_that_the_communicator_is_dead_and_why(transport):
+    def body(rank, world):
+        comm = Communicator(transport=transport, timeout=0.5)
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 1:
+            store.wait(["over"])
+            return
+        kind, text, attributes = error_of(comm.barrier)
+        assert kind is CommTimeout
+        for _ in range(3):
+            again, dead, theirs = error_of(comm.barrier)
+            assert (again, dead) == (kind, f"this communicator is dead since an earlier operation: {text}")
+            assert theirs == attributes
+        store.set("over", "")
 
     run_ranks(body, 2)
 

@@ -19,8 +19,7 @@ static void raise(const char* name, Args&&... args) {
   PyErr_SetObject(type.ptr(), error.ptr());
 }
 
-PythonError PythonError::fetch() {
-  py::error_already_set error;
+PythonError PythonError::of(const py::error_already_set& error) {
   return {error.what(), Py_NewRef(error.value().ptr())};
 }
 

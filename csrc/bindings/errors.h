@@ -15,7 +15,8 @@ namespace gpucomm {
 class PythonError : public std::runtime_error {
  public:
   // Takes the Python error that is set. The GIL is held.
-  static PythonError fetch();
+  static PythonError fetch() { return of(pybind11::error_already_set()); }
+  static PythonError of(const pybind11::error_already_set& error);
   // Sets it (again). The GIL is held.
   void restore() const;
 

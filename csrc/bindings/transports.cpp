@@ -2,6 +2,8 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <optional>
+
 #include "bindings/bindings.h"
 #include "bindings/embedder.h"
 #include "bindings/errors.h"
@@ -61,6 +63,7 @@ class PythonTransport : public Transport {
     const py::gil_scoped_acquire gil;
     const py::function override = py::get_override(static_cast<const Transport*>(this), "start");
     if (!override) py::pybind11_fail("a Transport subclass has to define start(collective)");
+    if (failure_) raise_dead(*failure_);
     if (!interrupted_by_.empty()) {
       throw CommError("this transport is dead: " + interrupted_by_ + " interrupted the start of an operation");
     }
@@ -70,7 +73,10 @@ class PythonTransport : public Transport {
       // Started or not? Unless it was refused nobody knows, and starting it again could pair it with a peer's next one.
       const bool refused =
           e.matches(PyExc_TypeError) || e.matches(PyExc_ValueError) || e.matches(PyExc_NotImplementedError);
-      if (!refused) {
+      if (e.matches(py::module_::import("gpucomm.errors").attr("CommError"))) {
+        failure_.emplace(PythonError::of(e));
+        abort(py::str(e.value()));
+      } else if (!refused) {
         interrupted_by_ = py::str(e.type().attr("__name__"));
         abort(interrupted_by_ + " interrupted the start of an operation");
       }
@@ -89,7 +95,16 @@ class PythonTransport : public Transport {
   }
 
  private:
+  [[noreturn]] static void raise_dead(const PythonError& failure) {
+    failure.restore();
+    const py::error_already_set error;
+    const py::object dead = py::module_::import("gpucomm.errors").attr("dead_since")(error.value());
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(dead.ptr())), dead.ptr());
+    throw py::error_already_set();
+  }
+
   std::string interrupted_by_;
+  std::optional<PythonError> failure_;  // raised by the start of an operation
 };
 
 py::buffer_info memory_buffer(Memory& memory) {

@@ -87,16 +87,24 @@ Collectives::Collectives(const ShmOptions& options)
   copy_limit_ = size_ > available_cores() ? 4096 : 0;
 }
 
-void Collectives::ensure_usable() {
-  // A child may even be forked in the middle of a wait, by a signal's handler: examine() asks here too.
+void Collectives::refuse_in_child() const {
   if (fork_guard_.forked()) {
     throw UsageError("this process was forked from one that takes part in a group: a child cannot take its place");
   }
+}
+
+void Collectives::ensure_usable_anew() {
+  refuse_in_child();
+  failures_.check_before_use();
+}
+
+void Collectives::ensure_usable() {
+  refuse_in_child();  // it may have been forked in the middle of a wait, by a signal's handler
   failures_.check();
 }
 
 Memory Collectives::allocate(size_t bytes) {
-  ensure_usable();
+  ensure_usable_anew();
   return heap_->allocate(bytes);
 }
 
@@ -121,7 +129,7 @@ void Collectives::grow() {
 }
 
 uint64_t Collectives::begin(const Collective& collective) {
-  ensure_usable();
+  ensure_usable_anew();
   if (begun_ - completed_ == operations_.size()) grow();
   Operation& next = operation(++begun_);
   next.collective = collective;

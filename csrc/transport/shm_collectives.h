@@ -62,7 +62,9 @@ class Collectives final : private Waiter::Watch {
   Descriptor& descriptor(int rank, uint64_t number) const { return blocks_[rank]->ring[number % kRingSize]; }
   void grow();
   void step();  // progress() without the bell
+  void refuse_in_child() const;
   void ensure_usable();
+  void ensure_usable_anew();  // before a new operation
 
   void publish_pending();
   Place place_contribution(uint64_t number, const Collective& collective, Descriptor& descriptor);

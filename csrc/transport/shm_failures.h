@@ -22,6 +22,8 @@ class Failures {
     // Acquire: partner is the release in alarm_everybody(); the failure that it announces is visible then.
     if (blocks_[rank_]->failure.alarm.load(std::memory_order_acquire) != 0) adopt();
   }
+  // The same before a new operation: one who was told already is told that this transport is dead, and of what.
+  void check_before_use();
   bool failed() const { return blocks_[rank_]->failure.alarm.load(std::memory_order_acquire) != 0; }
 
   // Each records (unless there is a failure already), alarms everybody and throws what is recorded.
@@ -35,7 +37,7 @@ class Failures {
 
  private:
   void adopt();
-  [[noreturn]] void rethrow() const;
+  [[noreturn]] void rethrow();
   void alarm_everybody() noexcept;
   void record(FailureKind kind, const std::vector<int>& culprits, const std::string& reason) noexcept;
 
@@ -43,7 +45,8 @@ class Failures {
   int rank_;
   std::vector<int> global_ranks_;
   double timeout_s_;
-  std::mutex mutex_;  // an abort from another thread
+  bool told_ = false;  // this rank's failure was thrown
+  std::mutex mutex_;   // an abort from another thread
   ForkGuard fork_guard_;
 };
 
