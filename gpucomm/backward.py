@@ -67,3 +67,17 @@ def _outermost_reentrant_node() -> BackwardCFunction | None:
             found = node
         frame = frame.f_back
     return found
+
+
+def starts_on_this_thread() -> bool:
+    """Whether the backward whose hook calls this was started on this thread, by the program.
+
+    Autograd carries a backward on to a thread of its own where reentrant checkpoints nest deeply: nothing of the
+    program is on such a thread's stack below the hook or the custom node that is running.
+    """
+    frame: FrameType = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    if frame.f_globals.get("__name__", "").startswith("gpucomm."):
+        return False  # the hook
+    return not (frame.f_code.co_name == "apply" and isinstance(frame.f_locals.get("self"), BackwardCFunction))

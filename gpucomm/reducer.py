@@ -14,12 +14,14 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from threading import get_ident
+from typing import NoReturn
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gpucomm import _core
-from gpucomm.backward import BackwardEnd, queue_at_outermost_end
+from gpucomm.backward import BackwardEnd, queue_at_outermost_end, starts_on_this_thread
 from gpucomm.buckets import BucketMemory, BucketPlan, ParameterSpec, allocate_buckets
 from gpucomm.communicator import Communicator
 from gpucomm.errors import CommError, CommTimeout, PeerFailed, StepFailed
@@ -79,6 +81,9 @@ class Reducer:
         self._owes_reduction = False  # one of the forwards since the last reduction asked for one
         self._orphans: frozenset[int] = frozenset()  # while not active: parameters that the active wrapper lacks
         self._witness = next(i for i, p in enumerate(self.params) if p.requires_grad)
+        self._started_on: int | None = None  # the thread whose program called backward, as far as seen
+        self._arming = False
+        self._disturbed = False  # another thread's backward came into this one
         self._pid = os.getpid()
         self._failure: BaseException | None = None  # communication is broken for good
         self._usage_error: str | None = None  # raised by the wrapper's next forward
@@ -124,6 +129,15 @@ class Reducer:
     def _on_first_gradient(self) -> None:
         if not self.active:
             return
+        if self._arming:
+            self._refuse_second_backward()  # this one lost the interpreter to another thread meanwhile
+        self._arming = True
+        try:
+            self._arm()
+        finally:
+            self._arming = False
+
+    def _arm(self) -> None:
         self._raise_failure()
         self.table.refresh()
         if torch.is_grad_enabled() and not self._warned_graph:
@@ -138,6 +152,7 @@ class Reducer:
         if reduce:
             self._apply_plan()
             self._free_buckets()
+        self._started_on = get_ident() if starts_on_this_thread() else None
         queue_at_outermost_end(BackwardEnd(self._on_backward_end, self._on_backward_aborted))
         self._backwards += 1
         if reduce:
@@ -149,6 +164,20 @@ class Reducer:
         """Has the plan applied when the next iteration is armed, for what the parameters are now, not then."""
         self._next_plan = plan
         self._next_specs = [ParameterSpec.of(p) for p in self.params]
+
+    def _on_moved_gradient(self) -> None:
+        """A gradient on another thread than those before it: autograd may go on there, or it is another backward."""
+        if not starts_on_this_thread():
+            return
+        if self._started_on is None:
+            self._started_on = get_ident()
+        elif self._started_on != get_ident():
+            self._refuse_second_backward()
+
+    def _refuse_second_backward(self) -> NoReturn:
+        """Its gradients may have been added to what the first one reduces, so that one fails too: on every rank."""
+        self._disturbed = True
+        raise RuntimeError(_TWO_BACKWARDS_TEXT)
 
     def _apply_plan(self) -> None:
         plan, self._next_plan = self._next_plan, None
@@ -201,8 +230,8 @@ class Reducer:
     # ---- ready
 
     def _make_hook(self, index: int) -> _core.GradHook:
-        first, other = _weakly(self, "_on_first_gradient"), _weakly(self, "_on_other_gradient")
-        hook = _core.make_grad_hook(self.engine, index, first, other)
+        first, moved = _weakly(self, "_on_first_gradient"), _weakly(self, "_on_moved_gradient")
+        hook = _core.make_grad_hook(self.engine, index, first, moved, _weakly(self, "_on_other_gradient"))
         if self._views[index] is not None:
             hook.set_layout(self._views[index])
         return hook
@@ -267,13 +296,16 @@ class Reducer:
     def _on_backward_end(self) -> None:
         if self.engine.mode == _core.Mode.LOCAL:
             self.engine.disarm()
+            disturbed, self._disturbed = self._disturbed, False
+            if disturbed:
+                raise RuntimeError(_TWO_BACKWARDS_TEXT)
             if self._owes_reduction:
                 self._reduce_next = None  # a forward of those before was to be reduced: its backward is still to come
             self._give_warnings()
             return
         try:
             self._complete_missing()
-            verdict = self._finish_engine(failed=False)
+            verdict = self._finish_engine(failed=self._disturbed)
             if not verdict.agreed:
                 self._resolve(verdict)
             if not verdict.all_used or self.static_graph:
@@ -337,7 +369,7 @@ class Reducer:
         ranks = verdict.ranks
         name = self.transport.global_rank
         if any(words.failed for words in ranks):
-            texts = self.comm.all_gather_bytes(b"")
+            texts = self.comm.all_gather_bytes(_TWO_BACKWARDS_TEXT.encode() if self._disturbed else b"")
             raised = [
                 f"rank {name(r)}: {text.decode() or 'raised in backward'}"
                 for r, (words, text) in enumerate(zip(ranks, texts, strict=True))
@@ -443,6 +475,7 @@ class Reducer:
         self.engine.disarm()
         self._second_round.clear()
         self._kept.clear()
+        self._disturbed = False
         self._backwards = self._forwards = 0
         self._reduce_next = None
         self._owes_reduction = False
@@ -505,6 +538,11 @@ _UNUSED_TEXT = (
     "`forward` function outputs participate in calculating loss. Parameters which did not receive grad in the prior "
     "iteration: {names}. Parameter indices which did not receive grad: {indices}. (The gradients of that iteration "
     "were reduced over all ranks.)"
+)
+
+_TWO_BACKWARDS_TEXT = (
+    "two backwards at once, on two threads, through one DistributedDataParallel: their gradients cannot be told apart. "
+    "Run one after the other, or wrap a copy of the module for each thread"
 )
 
 _CREATE_GRAPH_TEXT = (

@@ -1,7 +1,11 @@
 """DistributedDataParallel against stock DDP, step by step and bit by bit, and what stock gets wrong."""
 
+import contextlib
 import copy
+import functools
 import gc
+import sys
+import threading
 import warnings
 import weakref
 
@@ -417,6 +421,128 @@ def test_the_whole_model_under_a_reentrant_checkpoint_ends_its_backward_once():
         expected = mean_gradients(model, loss, world)
         loss(ours, rank).backward()
         assert_mean(ours, expected)
+
+    run_ranks(body, 2)
+
+
+class Meeting(torch.autograd.Function):
+    """The identity; its backward calls `meet` first."""
+
+    @staticmethod
+    def forward(ctx, x, meet):
+        ctx.meet = meet
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.meet()
+        return grad, None
+
+
+def text_of(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("local", [False, True])
+def test_two_backwards_at_once_on_two_threads_are_refused_and_the_iteration_fails_everywhere(transport, local):
+    def body(rank, world):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        ours = Ours(copy.deepcopy(model), transport=transport, find_unused_parameters=True)
+        inside, go_on = threading.Event(), threading.Event()
+
+        def wait():
+            inside.set()
+            assert go_on.wait(20)
+
+        texts = []
+        with ours.no_sync() if local else contextlib.nullcontext():
+            first = ours.module[0](Meeting.apply(ours.module[1](batch(rank, 0, 3, 4)), wait if rank == 1 else lambda: 0))
+            loss = first.square().mean()
+            if rank == 1:
+                other = ours.module[1](batch(rank, 1, 3, 4)).sum()
+                thread = threading.Thread(target=lambda: texts.append(text_of(loss.backward)))
+                thread.start()
+                assert inside.wait(20)
+                texts.append(text_of(other.backward))
+                go_on.set()
+                thread.join()
+            else:
+                texts.append(text_of(loss.backward))
+        if not local:
+            expected = "StepFailed: iteration 1 failed on rank 1: two backwards at once"
+            assert texts[-1].startswith(expected), texts
+        if rank == 1:
+            assert "RuntimeError: two backwards at once" in texts[0], texts
+            assert "two backwards at once" in texts[1], texts
+        for iteration in range(2):
+            ours.zero_grad()
+            expected = mean_gradients(model, lambda m, r, i=iteration: m(batch(r, i, 5, 4)).square().mean(), world)
+            ours(batch(rank, iteration, 5, 4)).square().mean().backward()
+            assert_mean(ours, expected)
+
+    run_ranks(body, 2)
+
+
+def test_a_backward_on_another_thread_than_the_forward_and_the_one_before_is_reduced():
+    def body(rank, world):
+        model = mlp()
+        ours = Ours(copy.deepcopy(model))
+        for iteration in range(4):
+            ours.zero_grad()
+            expected = mean_gradients(model, lambda m, r, i=iteration: m(batch(r, i, 5, 24)).square().mean(), world)
+            loss = ours(batch(rank, iteration, 5, 24)).square().mean()
+            if iteration % 2:
+                thread = threading.Thread(target=loss.backward)
+                thread.start()
+                thread.join()
+            else:
+                loss.backward()
+            assert_mean(ours, expected)
+
+    run_ranks(body, 2)
+
+
+class Deep(nn.Module):
+    """Reentrant checkpoints in each other, deeper than autograd goes on one thread."""
+
+    def __init__(self, depth):
+        super().__init__()
+        torch.manual_seed(8)
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(depth))
+        self.last = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.last(self.inner(0, x.requires_grad_()))
+
+    def inner(self, level, x):
+        threads.add(threading.get_ident())
+        x = torch.tanh(self.layers[level](x)) + x
+        if level + 1 < len(self.layers):
+            x = checkpoint(functools.partial(self.inner, level + 1), x, use_reentrant=True)
+        return x
+
+
+threads = set()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_one_backward_that_moves_between_threads_is_reduced():
+    def body(rank, world):
+        sys.setrecursionlimit(10000)
+        model = Deep(64)
+        ours = Ours(copy.deepcopy(model), bucket_cap_mb=0.0002)
+        for iteration in range(2):
+            ours.zero_grad()
+            expected = mean_gradients(model, lambda m, r, i=iteration: m(batch(r, i, 5, 3)).square().mean(), world)
+            ours(batch(rank, iteration, 5, 3)).square().mean().backward()
+            assert_mean(ours, expected)
+        assert len(threads) > 1
+        assert ours.reducer.engine.iteration == 2
 
     run_ranks(body, 2)
 
