@@ -37,7 +37,7 @@ class Reducer:
     piece_bytes: buckets are packed and reduced in pieces of this size, 0: each as a whole.
     allow_unused: parameters without a gradient are no error. static_graph: which ones have none never changes.
     comm: brings the transport; collectives of the wrapper and of the engine come in one order on its stream.
-    plan: a plan to use from the start and to keep; else rebuilt once in the order in which gradients became ready.
+    plan: a plan (checked) to use from the start and to keep; else rebuilt once in the order in which gradients became ready.
     """
 
     def __init__(
@@ -66,10 +66,6 @@ class Reducer:
         self.plan_is_final = plan is not None
         self.sync_requested: Callable[[], bool] = lambda: True
 
-        if plan is not None:
-            plan.check(
-                [ParameterSpec.of(p) for p in self.params], [i for i, p in enumerate(self.params) if p.requires_grad]
-            )
         self._plan_next(plan or self._registration_order_plan())
         self._memories: list[BucketMemory] = []
         self._views: list[torch.Tensor | None] = [None] * len(self.params)

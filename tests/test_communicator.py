@@ -17,6 +17,7 @@ from footprint import mapped_memfds
 from ranks import run_ranks
 
 from gpucomm import Communicator, DistributedDataParallel, _core
+from gpucomm.buckets import BucketPlan
 from gpucomm.errors import CommError, CommTimeout, TransportUnavailable
 
 each_transport = pytest.mark.parametrize("transport", ["shm", "c10d", "loopback"])
@@ -421,6 +422,83 @@ def test_an_unknown_transport_is_refused(transport):
         raises((ValueError, TypeError), f"transport is {transport!r}.*shm", lambda: Communicator(transport=transport))
 
     run_ranks(body, 1)
+
+
+WITHDRAWALS = {
+    "transport in the environment": ("GPUCOMM_TRANSPORT", "smoke", {}, "GPUCOMM_TRANSPORT is 'smoke'"),
+    "timeout in the environment": ("GPUCOMM_TIMEOUT_S", "soon", {}, "GPUCOMM_TIMEOUT_S is 'soon'"),
+    "transport": (None, None, {"transport": "gloo"}, "transport is 'gloo'"),
+    "timeout": (None, None, {"timeout": -2}, "timeout is -2"),
+}
+
+
+@pytest.mark.parametrize("program", ["communicator", "wrapper"])
+@pytest.mark.parametrize("what", WITHDRAWALS)
+@pytest.mark.parametrize("who", [0, 1])
+def test_what_one_rank_refuses_at_construction_is_raised_on_all_and_the_next_one_works(what, who, program, monkeypatch):
+    variable, value, arguments, text = WITHDRAWALS[what]
+
+    def make(**arguments):
+        return Communicator(**arguments) if program == "communicator" else wrapper(**arguments)
+
+    def wrapper(**arguments):
+        return DistributedDataParallel(torch.nn.Linear(2, 2), **arguments)
+
+    def body(rank, world):
+        before = time.monotonic()
+        if rank == who:
+            if variable is not None:
+                monkeypatch.setenv(variable, value)
+            raises(ValueError, f"^{text}, accepted", lambda: make(**arguments))
+            monkeypatch.undo()
+        else:
+            raises(CommError, f"^rank {who} could not take part: ValueError: {text}", make)
+        assert time.monotonic() - before < 10
+        made = make(transport="shm")
+        (made if program == "communicator" else made._comm).barrier()
+
+    run_ranks(body, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        ({"device_ids": [1]}, ValueError, "device_ids"),
+        ({"bucket_cap_mb": -1}, ValueError, "bucket_cap_mb"),
+        ({"mixed_precision": object()}, NotImplementedError, "mixed_precision"),
+        ({"plan": BucketPlan(())}, ValueError, "plan"),
+    ],
+    ids=["device_ids", "bucket_cap_mb", "mixed_precision", "plan"],
+)
+def test_an_argument_of_the_wrapper_that_one_rank_refuses_is_raised_on_all(arguments, kind, text):
+    def body(rank, world):
+        wrap = functools.partial(DistributedDataParallel, torch.nn.Linear(2, 2))
+        if rank == 1:
+            raises(kind, text, lambda: wrap(**arguments))
+        else:
+            raises(CommError, f"^rank 1 could not take part: {kind.__name__}: .*{text}", wrap)
+        wrap()._comm.barrier()
+
+    run_ranks(body, 2)
+
+
+def test_a_rank_that_refuses_alone_says_so_soon():
+    def body(rank, world):
+        if rank == 0:
+            before = time.monotonic()
+            raises(ValueError, "transport is 'gloo'", lambda: Communicator(transport="gloo"))
+            assert time.monotonic() - before < 10
+
+    run_ranks(body, 2)
+
+
+def test_an_empty_variable_is_as_good_as_none(monkeypatch):
+    def body(rank, world):
+        monkeypatch.setenv("GPUCOMM_TRANSPORT", "")
+        monkeypatch.setenv("GPUCOMM_TIMEOUT_S", "")
+        assert Communicator().transport == "shm"
+
+    run_ranks(body, 2)
 
 
 def test_transports_that_differ_between_ranks_raise_on_every_rank():
