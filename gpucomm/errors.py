@@ -71,10 +71,14 @@ _DEAD = "this communicator is dead since an earlier operation: "
 
 
 def dead_since(failure: CommError) -> CommError:
-    """What later operations raise after one of them failed for good: the same type and attributes, and that it is so."""
+    """What operations raise after one failed for good: the same type and attributes, with a text that says so."""
     text = str(failure)
-    kind, arguments = failure.__reduce__()[:2]  # type: ignore[misc]
-    return kind(text if text.startswith(_DEAD) else _DEAD + text, *arguments[1:])
+    text = text if text.startswith(_DEAD) else _DEAD + text
+    if isinstance(failure, PeerFailed):
+        return PeerFailed(text, failure.rank, failure.reason)
+    if isinstance(failure, CommTimeout):
+        return CommTimeout(text, failure.missing, failure.bucket, failure.parameters)
+    return type(failure)(text)
 
 
 class InternalError(RuntimeError):

@@ -37,7 +37,7 @@ class Reducer:
     piece_bytes: buckets are packed and reduced in pieces of this size, 0: each as a whole.
     allow_unused: parameters without a gradient are no error. static_graph: which ones have none never changes.
     comm: brings the transport; collectives of the wrapper and of the engine come in one order on its stream.
-    plan: a plan (checked) to use from the start and to keep; else rebuilt once in the order in which gradients became ready.
+    plan: a checked plan to use from the start and keep; else rebuilt once in the order in which gradients became ready.
     """
 
     def __init__(
@@ -449,7 +449,7 @@ class Reducer:
             return None
         return BucketPlan.build(specs, order + new, self.caps)
 
-    def _on_backward_aborted(self) -> None:
+    def _on_backward_aborted(self, find_text: Callable[[], str]) -> None:
         """Backward raised on this rank: keep the peers company to the end of the iteration and tell them."""
         if self.engine.mode != _core.Mode.REDUCE:
             self.engine.disarm()
@@ -459,7 +459,7 @@ class Reducer:
             for index in self.engine.missing():
                 self.engine.complete(index, None)
             self._finish_engine(failed=True)
-            self.comm.all_gather_bytes(_current_error_text().encode())
+            self.comm.all_gather_bytes(find_text().encode(errors="replace"))
         except BaseException as error:  # nobody to raise to: it is raised by whatever comes next
             self._break(error)
             if isinstance(error, KeyboardInterrupt):
@@ -581,11 +581,6 @@ def _weakly(owner: Reducer, method: str) -> Callable:
             getattr(target, method)(*args)
 
     return call
-
-
-def _current_error_text() -> str:
-    error = sys.exc_info()[1]
-    return f"{type(error).__name__}: {error}" if error is not None else ""
 
 
 def _count_grad_references() -> int:

@@ -95,7 +95,9 @@ class World:
                 mine, theirs = hellos[0][field], hello[field]
                 if mine != theirs:
                     first, other = self.global_ranks[0], self.global_ranks[rank]
-                    raise CommError(f"{what} differs between ranks: {mine!r} on rank {first}, {theirs!r} on rank {other}")
+                    raise CommError(
+                        f"{what} differs between ranks: {mine!r} on rank {first}, {theirs!r} on rank {other}"
+                    )
         return exchange
 
     def _exchange(self) -> Exchange:
@@ -155,7 +157,7 @@ class World:
 
 @contextmanager
 def withdrawing(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Around what a rank does by itself before World.meet(): what it raises there is raised by the meeting of its peers.
+    """Around what a rank does by itself before World.meet(): what it raises there, its peers raise when they meet.
 
     So a construction that one rank refuses, for an argument or an environment of its own, fails on all of them at once.
     """
@@ -170,7 +172,7 @@ def withdrawing(group: dist.ProcessGroup | None) -> Iterator[None]:
 def _withdraw(group: dist.ProcessGroup | None, reason: str) -> None:
     if not isinstance(group, dist.ProcessGroup) or group in _inherited:
         return
-    with suppress(RuntimeError, ValueError, KeyError):  # peers that do not come, or a store that went: the reason counts
+    with suppress(RuntimeError, ValueError, KeyError):  # nobody comes, or the store went: the reason counts
         rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
         if rank >= 0:
             # The store may live in this process: it stays until the peers had the time to come.
