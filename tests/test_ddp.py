@@ -697,6 +697,127 @@ def test_a_parameter_that_is_replaced_after_wrapping_is_reduced():
     run_ranks(body, 2)
 
 
+@pytest.mark.parametrize(
+    "setting", ["set_swap_module_params_on_conversion", "set_overwrite_module_params_on_conversion"]
+)
+def test_conversions_that_swap_or_overwrite_the_parameters_keep_them_reduced(setting):
+    def body(rank, world):
+        getattr(torch.__future__, setting)(True)
+        model = mlp()
+        ours = Ours(copy.deepcopy(model))
+        for iteration, dtype in enumerate([torch.float32, torch.float64, torch.float64, torch.float32, torch.float32]):
+            ours.zero_grad(set_to_none=True)  # swapping refuses a parameter with a gradient that something else holds
+            ours.to(dtype)
+            model.to(dtype)
+            x = [batch(r, iteration, 5, 24).to(dtype) for r in range(world)]
+            expected = mean_gradients(model, lambda m, r, x=x: m(x[r]).square().mean(), world)
+            ours(x[rank]).square().mean().backward()
+            assert_mean(ours, expected)
+
+    run_ranks(body, 2)
+
+
+def test_a_parameter_registered_in_a_layer_after_wrapping_raises_by_name():
+    class Adapted(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + (x @ self.lora_a.t()) @ self.lora_b.t()
+
+    def body(rank, world):
+        layer = Adapted(4, 4)
+        ours = Ours(nn.Sequential(layer))
+        layer.register_parameter("lora_a", nn.Parameter(torch.ones(2, 4)))
+        layer.register_parameter("lora_b", nn.Parameter(torch.ones(4, 2)))
+        added = r"parameter '0\.lora_a' was added to the module after it was wrapped"
+        with pytest.raises(RuntimeError, match=added):
+            ours(batch(rank, 0, 3, 4))
+        with pytest.raises(RuntimeError, match=added):
+            ours.module(batch(rank, 0, 3, 4)).sum().backward()
+
+    run_ranks(body, 2)
+
+
+def test_expanded_buffers_get_rank_0s_values():
+    class Buffered(nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("row", torch.arange(value, value + 4.0).expand(3, 4))
+            self.register_buffer("scalar", torch.tensor(value).expand(2, 5))
+            self.register_buffer("column", torch.arange(value, value + 3.0).view(3, 1).expand(3, 6))
+
+        def forward(self, x):
+            return (x * self.weight).sum()
+
+    def body(rank, world):
+        ours = Ours(Buffered(10.0 * rank))
+        for change in (0.0, 1.0):
+            with torch.no_grad():
+                ours.module.row[0].add_(change * rank)
+            ours(batch(rank, 0, 3)).backward()
+            assert torch.equal(ours.module.row, torch.arange(4.0).expand(3, 4))
+            assert torch.equal(ours.module.scalar, torch.zeros(2, 5))
+            assert torch.equal(ours.module.column, torch.arange(3.0).view(3, 1).expand(3, 6))
+            assert ours.module.row.stride() == (0, 1)
+
+    run_ranks(body, 2)
+
+
+def test_functional_call_through_the_wrapper_and_of_its_module_leaves_training_as_it_was():
+    def body(rank, world):
+        model = mlp()
+        ours = Ours(copy.deepcopy(model))
+        others = {name: p.detach().clone().requires_grad_() for name, p in ours.named_parameters()}
+        inner = {name.removeprefix("module."): p for name, p in others.items()}
+        x = batch(rank, 0, 5, 24)
+        for iteration in range(3):
+            local = torch.func.functional_call(ours, others, (x,)).square().mean()
+            again = torch.func.functional_call(ours.module, inner, (x,)).square().mean()
+            assert torch.equal(local, model(x).square().mean())
+            assert torch.equal(local, again)
+            for p in others.values():
+                p.grad = None
+            local.backward()  # through tensors that are not the module's: theirs is the local gradient
+            model.zero_grad()
+            model(x).square().mean().backward()
+            for p, own in zip(others.values(), model.parameters(), strict=True):
+                assert torch.equal(p.grad, own.grad)
+            ours.zero_grad()
+            expected = mean_gradients(model, lambda m, r, i=iteration: m(batch(r, i, 5, 24)).square().mean(), world)
+            ours(batch(rank, iteration, 5, 24)).square().mean().backward()
+            assert_mean(ours, expected)
+
+    run_ranks(body, 2)
+
+
+def test_the_work_of_wrapping_grows_with_the_number_of_parameters_and_no_faster():
+    def lines_of_wrapping(count):
+        module = nn.ModuleList(
+            nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(10)) for _ in range(count // 10)
+        )
+        lines = 0
+
+        def trace(frame, event, _):
+            nonlocal lines
+            if "gpucomm" not in frame.f_code.co_filename:
+                return None
+            lines += event == "line"
+            return trace
+
+        sys.settrace(trace)
+        try:
+            Ours(module, bucket_cap_mb=0.00001)
+        finally:
+            sys.settrace(None)
+        return lines
+
+    def body(rank, world):
+        lines_of_wrapping(10)  # what the first construction does once
+        few, many = lines_of_wrapping(750), lines_of_wrapping(3000)
+        assert many < 4.5 * few, (few, many)
+
+    run_ranks(body, 1)
+
+
 def test_a_forward_under_no_sync_after_one_to_be_reduced_does_not_cancel_its_reduction():
     def body(rank, world):
         model = mlp()

@@ -222,8 +222,8 @@ bool read_dlpack(PyObject* object, HostArray* array, Layout* layout) {
 void refuse_unexported(PyObject* object) {
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
-  PyErr_Format(PyExc_ValueError, "expected a strided array in host memory, got %s: %S",
-               Py_TYPE(object)->tp_name, value ? value : Py_None);
+  PyErr_Format(PyExc_ValueError, "expected a strided array in host memory, got %s: %S", Py_TYPE(object)->tp_name,
+               value ? value : Py_None);
   Py_XDECREF(type);
   Py_XDECREF(value);
   Py_XDECREF(traceback);

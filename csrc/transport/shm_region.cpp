@@ -82,8 +82,8 @@ SharedRegion::~SharedRegion() {
 
 void SharedRegion::map() {
   // The lock is held over the fork, so that the child finds the set as it is and every mapping in it.
-  static const int registered = pthread_atfork([] { mapped_regions().mutex.lock(); },
-                                               [] { mapped_regions().mutex.unlock(); }, &part_from_parent);
+  static const int registered =
+      pthread_atfork([] { mapped_regions().mutex.lock(); }, [] { mapped_regions().mutex.unlock(); }, &part_from_parent);
   if (registered != 0) throw std::system_error(registered, std::generic_category(), "pthread_atfork");
   MappedRegions& mapped = mapped_regions();
   const std::lock_guard lock(mapped.mutex);
