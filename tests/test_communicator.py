@@ -2,12 +2,15 @@
 
 import functools
 import gc
+import os
 import re
+import resource
 import sys
 import threading
 import time
 import weakref
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from ranks import run_ranks
 
 from gpucomm import Communicator, DistributedDataParallel, _core
 from gpucomm.buckets import BucketPlan
-from gpucomm.errors import CommError, CommTimeout, TransportUnavailable
+from gpucomm.errors import CommError, CommTimeout, PeerFailed, TransportUnavailable
 
 each_transport = pytest.mark.parametrize("transport", ["shm", "c10d", "loopback"])
 
@@ -559,3 +562,76 @@ def test_auto_takes_the_group_on_every_rank_where_memory_cannot_be_shared(monkey
         return comm.transport
 
     assert run_ranks(body, 3) == ["c10d"] * 3
+
+
+def address_space():
+    """Bytes of address space that this process uses."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def limit_address_space(more):
+    """ulimit -v: so many bytes more than now."""
+    resource.setrlimit(resource.RLIMIT_AS, (address_space() + more,) * 2)
+
+
+def test_a_communicator_maps_little_of_its_peers_memory():
+    def body(rank, world):
+        Communicator(transport="shm").close()
+        before = address_space()
+        own = min(os.sysconf("SC_PHYS_PAGES") * resource.getpagesize(), 256 << 30)
+        comms = [Communicator(transport="shm") for _ in range(100)]
+        assert address_space() - before < 100 * (own + world * (8 << 20))
+        x = comms[-1].empty(1000)
+        comms[-1].all_reduce(x)
+
+    run_ranks(body, 4)
+
+
+@pytest.mark.parametrize("order", ["growing", "falling"])
+def test_memory_of_peers_is_reached_wherever_it_lies(order):
+    def body(rank, world):
+        with Communicator(transport="shm") as comm:
+            numels = [3000 * 4**power for power in range(7)]  # up to 48 MiB
+            kept = []
+            for numel in numels if order == "growing" else reversed(numels):
+                x = comm.empty(numel)
+                x.copy_(torch.arange(numel) % 1000 + rank)
+                kept.append(comm.all_reduce(x))
+                output = comm.empty(numel * world)
+                comm.all_gather(output, x)
+                kept.append(output[rank * numel : (rank + 1) * numel])
+            for x in kept:
+                assert torch.equal(x, torch.arange(len(x)) % 1000 * world + float(sum(range(world))))
+
+    run_ranks(body, 3)
+
+
+def test_under_a_limit_of_address_space_shared_memory_is_used_as_long_as_there_is_some():
+    def body(rank, world):
+        limit_address_space(4 << 30)
+        comms = [Communicator() for _ in range(40)]
+        kinds = [comm.transport for comm in comms]
+        for comm in comms:
+            x = torch.ones(1000)
+            comm.all_reduce(x)
+            assert (x == world).all()
+        raises(TransportUnavailable, "could not make shared memory", lambda: Communicator(transport="shm"))
+        return kinds
+
+    first, *others = run_ranks(body, 3)
+    assert all(kinds == first for kinds in others)
+    assert first == sorted(first, reverse=True)
+    assert first[0] == "shm"
+    assert first[-1] == "c10d"
+
+
+def test_memory_of_a_peer_that_there_is_no_address_space_for_fails_every_rank():
+    def body(rank, world):
+        comm = Communicator(transport="shm", timeout=20)
+        x = comm.empty(64 << 20)
+        if rank == 1:
+            limit_address_space(32 << 20)
+        raises(PeerFailed, "rank 1 failed: mapping .* shared memory", lambda: comm.all_reduce(x))
+        raises(PeerFailed, "dead since an earlier operation: rank 1", comm.barrier)
+
+    run_ranks(body, 2)

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <system_error>
 
 #include "kernels/kernels.h"
 
@@ -307,12 +308,24 @@ bool Collectives::do_share(uint64_t number) {
   return true;
 }
 
+// Where this process has a part of rank's region.
+std::byte* Collectives::shared(int rank, uint64_t offset, size_t bytes) {
+  if (offset + bytes <= world_.layout.heap_offset) return world_.ranks[rank].base + offset;
+  try {
+    return world_.ranks[rank].region->reach(offset, bytes);
+  } catch (const std::system_error& error) {
+    failures_.abort(error.what());  // it cannot do its part, which peers wait for
+    failures_.check();
+    throw;
+  }
+}
+
 // Where this process reads what rank contributes.
 const std::byte* Collectives::contribution(int rank, uint64_t number) {
   if (rank == rank_) return static_cast<const std::byte*>(operation(number).collective.in);
   const Descriptor& descriptor = this->descriptor(rank, number);
   if (descriptor.place == Place::kInline) return descriptor.payload;
-  return world_.ranks[rank].base + descriptor.offset;
+  return shared(rank, descriptor.offset, contribution_bytes(operation(number).collective, size_));
 }
 
 // Reduces numel elements that start skip_bytes into every source, to the first of destinations_.
@@ -349,9 +362,9 @@ void Collectives::push(uint64_t number) {
   if (numel == 0) return;
   const size_t skip_bytes = begin * size_of(op.collective.dtype);
   for (int rank = 0; rank < size_; ++rank) {
-    std::byte* shared = world_.ranks[rank].base + descriptor(rank, number).offset;
-    sources_[rank] = shared;
-    destinations_[rank] = shared + skip_bytes;
+    std::byte* whole = shared(rank, descriptor(rank, number).offset, contribution_bytes(op.collective, size_));
+    sources_[rank] = whole;
+    destinations_[rank] = whole + skip_bytes;
   }
   reduce(op, skip_bytes, size_, numel);
 }

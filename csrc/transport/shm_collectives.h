@@ -76,6 +76,7 @@ class Collectives final : private Waiter::Watch {
   void gather(uint64_t number);
   void push(uint64_t number);
   void complete_pending();
+  std::byte* shared(int rank, uint64_t offset, size_t bytes);
   const std::byte* contribution(int rank, uint64_t number);
   void reduce(const Operation& operation, size_t skip_bytes, int destinations, size_t numel);
 
