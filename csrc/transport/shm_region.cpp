@@ -118,13 +118,13 @@ void SharedRegion::grow_heap(size_t end) {
   const std::lock_guard lock(mapped_regions().mutex);
   const size_t page = page_bytes();
   const size_t needed = (end - heap_.offset + page - 1) / page * page;
-  void* address = MAP_FAILED;
   size_t bytes = std::min(bytes_ - heap_.offset, std::max(needed, 2 * heap_.bytes));
-  for (; address == MAP_FAILED; bytes = needed) {
+  void* address = mremap(heap_.address, heap_.bytes, bytes, MREMAP_MAYMOVE);
+  if (address == MAP_FAILED && bytes > needed) {
+    bytes = needed;
     address = mremap(heap_.address, heap_.bytes, bytes, MREMAP_MAYMOVE);
-    if (address != MAP_FAILED) break;
-    if (bytes == needed) throw_errno("mapping " + std::to_string(bytes) + " bytes of a peer's shared memory");
   }
+  if (address == MAP_FAILED) throw_errno("mapping " + std::to_string(bytes) + " bytes of a peer's shared memory");
   heap_ = {static_cast<std::byte*>(address), heap_.offset, bytes};
 }
 
