@@ -4,9 +4,10 @@ Autograd runs a queued callback at the end of the graph task in which it was que
 is an inner one, so the callback is queued from a node of the outer graph that runs after the outermost checkpoint.
 """
 
+import gc
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, TracebackType
 
 import torch
 from torch.autograd import Variable
@@ -14,9 +15,12 @@ from torch.autograd.function import BackwardCFunction
 
 
 class BackwardEnd:
-    """Calls `on_end` when the backward is complete; `on_abort` if it dies uncalled, for then backward raised."""
+    """Calls `on_end` when the backward is complete; `on_abort` if it dies uncalled, for then backward raised.
 
-    def __init__(self, on_end: Callable[[], None], on_abort: Callable[[], None]) -> None:
+    on_abort is given a function that finds the exception's type and text, empty if they are not known; it is slow.
+    """
+
+    def __init__(self, on_end: Callable[[], None], on_abort: Callable[[Callable[[], str]], None]) -> None:
         self._on_end = on_end
         self._on_abort = on_abort
         self._called = False
@@ -27,7 +31,50 @@ class BackwardEnd:
 
     def __del__(self) -> None:
         if not self._called and not sys.is_finalizing():
-            self._on_abort()
+            caller = sys._getframe().f_back
+            self._on_abort(lambda: _text_of_error_below(caller))
+
+
+def _text_of_error_below(caller: FrameType | None) -> str:
+    """Of the exception with which a backward ends, while autograd holds it and has not given it back to `caller`.
+
+    Nothing in Python leads to it then, so it is looked for among all objects: the one exception that no object refers
+    to, with a traceback that leads to the caller (until Python 3.11 autograd holds that beside it). One that was
+    caught and kept is referred to; where autograd itself raises there is none.
+    """
+    found: list[BaseException] = []
+    traces: list[TracebackType] = []
+    for candidate in gc.get_objects():
+        # Not isinstance: it asks objects for their __class__, which may be code of theirs.
+        if issubclass(type(candidate), BaseException):
+            if candidate.__traceback__ is None or _is_below(candidate.__traceback__, caller):
+                found.append(candidate)
+        elif type(candidate) is TracebackType and _is_below(candidate, caller):
+            traces.append(candidate)
+    del candidate
+    known = (found, traces, sys._getframe())
+
+    def is_orphan(thing: object) -> bool:
+        return all(any(referrer is k for k in known) for referrer in gc.get_referrers(thing))
+
+    errors = [error for error in found if is_orphan(error)]
+    orphans = [trace for trace in traces if is_orphan(trace)]
+    if len(errors) == 1 and (errors[0].__traceback__ is not None or orphans):
+        return f"{type(errors[0]).__name__}: {errors[0]}"
+    if len(orphans) == 1:  # the exception is not made yet, as Python until 3.11 does for errors of its own
+        trace = orphans[0]
+        while trace.tb_next is not None:
+            trace = trace.tb_next
+        code = trace.tb_frame.f_code
+        return f"raised in backward, in {code.co_name} ({code.co_filename}:{trace.tb_lineno})"
+    return ""
+
+
+def _is_below(trace: TracebackType, caller: FrameType | None) -> bool:
+    frame: FrameType | None = trace.tb_frame
+    while frame is not None and frame is not caller:
+        frame = frame.f_back
+    return frame is not None
 
 
 def queue_at_outermost_end(callback: BackwardEnd) -> None:
@@ -67,3 +114,17 @@ def _outermost_reentrant_node() -> BackwardCFunction | None:
             found = node
         frame = frame.f_back
     return found
+
+
+def starts_on_this_thread() -> bool:
+    """Whether the backward whose hook calls this was started on this thread, by the program.
+
+    Autograd carries a backward on to a thread of its own where reentrant checkpoints nest deeply: nothing of the
+    program is on such a thread's stack below the hook or the custom node that is running.
+    """
+    frame: FrameType = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    if frame.f_globals.get("__name__", "").startswith("gpucomm."):
+        return False  # the hook
+    return not (frame.f_code.co_name == "apply" and isinstance(frame.f_locals.get("self"), BackwardCFunction))

@@ -31,6 +31,10 @@ class ParameterSpec:
         strides = param.stride() if is_dense(param) else contiguous_strides(param.shape)
         return cls(param.shape, tuple(strides), param.dtype)
 
+    def is_like(self, other: "ParameterSpec") -> bool:
+        """Whether gradients of both fit one view; strides, in which ranks may differ, do not matter for that."""
+        return (self.shape, self.tensor_dtype) == (other.shape, other.tensor_dtype)
+
     @property
     def dtype(self) -> torch.dtype:
         """Of the elements in a bucket: a complex number is a pair of real ones there."""

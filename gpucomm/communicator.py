@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from gpucomm import _core
 from gpucomm.transport import Transport, flat_tensor
-from gpucomm.world import World
+from gpucomm.world import World, withdrawing
 
 _DTYPES = (
     torch.float16,
@@ -41,6 +41,7 @@ class Communicator(_core.CommunicatorBase):
 
     Raises:
         TransportUnavailable: a transport asked for by name cannot serve this group; on every rank.
+        ValueError: the transport or the timeout, in the argument or the environment, is none; peers get CommError.
         CommTimeout, PeerFailed: from the collectives; afterwards the communicator is dead.
     """
 
@@ -50,8 +51,9 @@ class Communicator(_core.CommunicatorBase):
         transport: str | Transport = "auto",
         timeout: timedelta | float | None = None,
     ) -> None:
-        world = World.of(group, timeout)
-        self._join(world.connect(transport, world.exchange()), _core.InlineStream())
+        with withdrawing(group):
+            world = World.of(group, timeout, transport)
+        self._join(world.connect(world.meet()), _core.InlineStream())
 
     def _join(self, transport: _core.Transport, stream: _core.Stream) -> None:
         super().__init__(transport, stream)

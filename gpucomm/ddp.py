@@ -11,14 +11,14 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gpucomm import _core
-from gpucomm.buckets import MIB, BucketPlan
+from gpucomm.buckets import MIB, BucketPlan, ParameterSpec
 from gpucomm.communicator import Communicator
 from gpucomm.parameters import ParameterTable
 from gpucomm.reducer import Reducer
 from gpucomm.replicas import broadcast_tensors, check_same_model
 from gpucomm.trace import TraceEvent, read_trace
 from gpucomm.transport import Transport
-from gpucomm.world import World
+from gpucomm.world import World, withdrawing
 
 # What stock reports as its default; our own plan has buckets of another size.
 _STOCK_CAP_MIB = 25
@@ -83,20 +83,25 @@ class DistributedDataParallel(TorchDDP):
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
-        _refuse_unserved(
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            mixed_precision=mixed_precision,
-            device_mesh=device_mesh,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params or None,
-        )
-        caps = _bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
-        world = World.of(process_group, timeout)
-        self.process_group = world.group
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        table = ParameterTable(module, self.parameters_to_ignore)
-        self._module_parameters = table.params
-        _check_module(self._module_parameters, device_ids, output_device)
+        with withdrawing(process_group):
+            _refuse_unserved(
+                delay_all_reduce_named_params=delay_all_reduce_named_params,
+                param_to_hook_all_reduce=param_to_hook_all_reduce,
+                mixed_precision=mixed_precision,
+                device_mesh=device_mesh,
+                skip_all_reduce_unused_params=skip_all_reduce_unused_params or None,
+            )
+            caps = _bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
+            world = World.of(process_group, timeout, transport)
+            self.process_group = world.group
+            self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+            table = ParameterTable(module, self.parameters_to_ignore)
+            self._module_parameters = table.params
+            _check_module(self._module_parameters, device_ids, output_device)
+            if plan is not None:
+                trainable = [i for i, p in enumerate(table.params) if p.requires_grad]
+                plan.check([ParameterSpec.of(p) for p in table.params], trainable)
+            _warn_deprecated(broadcast_buffers, forward_sync_buffers, check_reduction)
 
         self.device_ids = None
         self.output_device = None
@@ -114,15 +119,14 @@ class DistributedDataParallel(TorchDDP):
         self.require_forward_param_sync = True
         self.bucket_bytes_cap = int(max(bucket_cap_mb_list or [bucket_cap_mb or _STOCK_CAP_MIB]) * MIB)
         self.bucket_bytes_cap_default = caps is None
-        _warn_deprecated(broadcast_buffers, forward_sync_buffers, check_reduction)
         asked = forward_sync_buffers if forward_sync_buffers is not None else broadcast_buffers
         self.forward_sync_buffers = asked is not False
         self._assign_modules_buffers()
 
-        exchange = world.exchange()
+        exchange = world.meet()
         if init_sync:
             check_same_model(table.names, self._module_parameters, world.global_ranks, exchange)
-        core_transport = world.connect(transport, exchange)
+        core_transport = world.connect(exchange)
         stream = _core.InlineStream()
         self._comm = Communicator.over(core_transport, stream)
         if init_sync:

@@ -67,5 +67,19 @@ class CommTimeout(CommError):
         return type(self), (self.args[0], self.missing, self.bucket, self.parameters)
 
 
+_DEAD = "this communicator is dead since an earlier operation: "
+
+
+def dead_since(failure: CommError) -> CommError:
+    """What operations raise after one failed for good: the same type and attributes, with a text that says so."""
+    text = str(failure)
+    text = text if text.startswith(_DEAD) else _DEAD + text
+    if isinstance(failure, PeerFailed):
+        return PeerFailed(text, failure.rank, failure.reason)
+    if isinstance(failure, CommTimeout):
+        return CommTimeout(text, failure.missing, failure.bucket, failure.parameters)
+    return type(failure)(text)
+
+
 class InternalError(RuntimeError):
     """A fault of gpucomm itself. Please report it with the message."""

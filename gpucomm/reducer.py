@@ -9,16 +9,19 @@ from the verdict, which is the same on all of them.
 """
 
 import _thread
+import os
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from threading import get_ident
+from typing import NoReturn
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gpucomm import _core
-from gpucomm.backward import BackwardEnd, queue_at_outermost_end
+from gpucomm.backward import BackwardEnd, queue_at_outermost_end, starts_on_this_thread
 from gpucomm.buckets import BucketMemory, BucketPlan, ParameterSpec, allocate_buckets
 from gpucomm.communicator import Communicator
 from gpucomm.errors import CommError, CommTimeout, PeerFailed, StepFailed
@@ -34,7 +37,7 @@ class Reducer:
     piece_bytes: buckets are packed and reduced in pieces of this size, 0: each as a whole.
     allow_unused: parameters without a gradient are no error. static_graph: which ones have none never changes.
     comm: brings the transport; collectives of the wrapper and of the engine come in one order on its stream.
-    plan: a plan to use from the start and to keep; else rebuilt once in the order in which gradients became ready.
+    plan: a checked plan to use from the start and keep; else rebuilt once in the order in which gradients became ready.
     """
 
     def __init__(
@@ -63,11 +66,7 @@ class Reducer:
         self.plan_is_final = plan is not None
         self.sync_requested: Callable[[], bool] = lambda: True
 
-        if plan is not None:
-            plan.check(
-                [ParameterSpec.of(p) for p in self.params], [i for i, p in enumerate(self.params) if p.requires_grad]
-            )
-        self._next_plan: BucketPlan | None = plan or self._registration_order_plan()
+        self._plan_next(plan or self._registration_order_plan())
         self._memories: list[BucketMemory] = []
         self._views: list[torch.Tensor | None] = [None] * len(self.params)
         self._second_round = SecondRound()
@@ -78,8 +77,13 @@ class Reducer:
         self._owes_reduction = False  # one of the forwards since the last reduction asked for one
         self._orphans: frozenset[int] = frozenset()  # while not active: parameters that the active wrapper lacks
         self._witness = next(i for i, p in enumerate(self.params) if p.requires_grad)
+        self._started_on: int | None = None  # the thread whose program called backward, as far as seen
+        self._arming = False
+        self._disturbed = False  # another thread's backward came into this one
+        self._pid = os.getpid()
         self._failure: BaseException | None = None  # communication is broken for good
         self._usage_error: str | None = None  # raised by the wrapper's next forward
+        self._warnings: list[str] = []  # given once the iteration is complete
         self._static_usage: list[int] | None = None
         self._warned_forwards = self._warned_graph = False
         self._hooks: list[_core.GradHook] = []
@@ -121,15 +125,30 @@ class Reducer:
     def _on_first_gradient(self) -> None:
         if not self.active:
             return
+        if self._arming:
+            self._refuse_second_backward()  # this one lost the interpreter to another thread meanwhile
+        self._arming = True
+        try:
+            self._arm()
+        finally:
+            self._arming = False
+
+    def _arm(self) -> None:
         self._raise_failure()
         self.table.refresh()
         if torch.is_grad_enabled() and not self._warned_graph:
             self._warned_graph = True
-            warnings.warn(_CREATE_GRAPH_TEXT, stacklevel=2)
+            self._warnings.append(_CREATE_GRAPH_TEXT)
         reduce = self.sync_requested() if self._reduce_next is None else self._reduce_next
+        if reduce and os.getpid() != self._pid:
+            raise RuntimeError(
+                "backward in a process that was forked from one whose gradients are reduced: a child cannot take its "
+                "place in the group; use the module of the wrapper in it, copied, or no_sync()"
+            )
         if reduce:
             self._apply_plan()
             self._free_buckets()
+        self._started_on = get_ident() if starts_on_this_thread() else None
         queue_at_outermost_end(BackwardEnd(self._on_backward_end, self._on_backward_aborted))
         self._backwards += 1
         if reduce:
@@ -137,12 +156,30 @@ class Reducer:
         else:
             self.engine.arm_local()
 
+    def _plan_next(self, plan: BucketPlan | None) -> None:
+        """Has the plan applied when the next iteration is armed, for what the parameters are now, not then."""
+        self._next_plan = plan
+        self._next_specs = [ParameterSpec.of(p) for p in self.params]
+
+    def _on_moved_gradient(self) -> None:
+        """A gradient on another thread than those before it: autograd may go on there, or it is another backward."""
+        if not starts_on_this_thread():
+            return
+        if self._started_on is None:
+            self._started_on = get_ident()
+        elif self._started_on != get_ident():
+            self._refuse_second_backward()
+
+    def _refuse_second_backward(self) -> NoReturn:
+        """Its gradients may have been added to what the first one reduces, so that one fails too: on every rank."""
+        self._disturbed = True
+        raise RuntimeError(_TWO_BACKWARDS_TEXT)
+
     def _apply_plan(self) -> None:
         plan, self._next_plan = self._next_plan, None
         if plan is None:
             return
-        self.plan = plan
-        self._specs = [ParameterSpec.of(p) for p in self.params]
+        self.plan, self._specs = plan, self._next_specs
         self._memories = [
             BucketMemory(bucket, memory, self._specs)
             for bucket, memory in zip(plan.buckets, allocate_buckets(plan, self.transport), strict=True)
@@ -189,8 +226,8 @@ class Reducer:
     # ---- ready
 
     def _make_hook(self, index: int) -> _core.GradHook:
-        first, other = _weakly(self, "_on_first_gradient"), _weakly(self, "_on_other_gradient")
-        hook = _core.make_grad_hook(self.engine, index, first, other)
+        first, moved = _weakly(self, "_on_first_gradient"), _weakly(self, "_on_moved_gradient")
+        hook = _core.make_grad_hook(self.engine, index, first, moved, _weakly(self, "_on_other_gradient"))
         if self._views[index] is not None:
             hook.set_layout(self._views[index])
         return hook
@@ -255,12 +292,16 @@ class Reducer:
     def _on_backward_end(self) -> None:
         if self.engine.mode == _core.Mode.LOCAL:
             self.engine.disarm()
+            disturbed, self._disturbed = self._disturbed, False
+            if disturbed:
+                raise RuntimeError(_TWO_BACKWARDS_TEXT)
             if self._owes_reduction:
                 self._reduce_next = None  # a forward of those before was to be reduced: its backward is still to come
+            self._give_warnings()
             return
         try:
             self._complete_missing()
-            verdict = self._finish_engine(failed=False)
+            verdict = self._finish_engine(failed=self._disturbed)
             if not verdict.agreed:
                 self._resolve(verdict)
             if not verdict.all_used or self.static_graph:
@@ -270,7 +311,7 @@ class Reducer:
                 if not verdict.is_used(index):
                     self._view(index).copy_(grad)
             if not self.plan_is_final and self._next_plan is None:
-                self._next_plan = self._plan_in_ready_order()
+                self._plan_next(self._plan_in_ready_order())
                 self.plan_is_final = True
         except StepFailed:
             raise
@@ -279,6 +320,13 @@ class Reducer:
             raise
         finally:
             self._reset()
+        self._give_warnings()
+
+    def _give_warnings(self) -> None:
+        """What this backward gave cause for. The last thing it does: where warnings are errors, this raises."""
+        texts, self._warnings = self._warnings, []
+        for text in texts:
+            warnings.warn(text, stacklevel=3)
 
     def _complete_missing(self) -> None:
         missing = self.engine.missing()
@@ -317,7 +365,7 @@ class Reducer:
         ranks = verdict.ranks
         name = self.transport.global_rank
         if any(words.failed for words in ranks):
-            texts = self.comm.all_gather_bytes(b"")
+            texts = self.comm.all_gather_bytes(_TWO_BACKWARDS_TEXT.encode() if self._disturbed else b"")
             raised = [
                 f"rank {name(r)}: {text.decode() or 'raised in backward'}"
                 for r, (words, text) in enumerate(zip(ranks, texts, strict=True))
@@ -333,15 +381,14 @@ class Reducer:
         if len(set(forwards)) > 1 and not self._warned_forwards:
             self._warned_forwards = True
             per_rank = ", ".join(f"{count} on rank {name(r)}" for r, count in enumerate(forwards))
-            warnings.warn(
+            self._warnings.append(
                 f"training forwards since the last reduction differ between ranks: {per_rank}. Gradients are right; "
-                "check that every rank runs the same loop.",
-                stacklevel=2,
+                "check that every rank runs the same loop."
             )
         indices = verdict.second_round()
         if indices:
             self._second_round.run(self, indices)
-            self._next_plan = self._plan_with(indices)
+            self._plan_next(self._plan_with(indices))
 
     def add_mean(self, index: int, mean: torch.Tensor) -> None:
         """The second round's mean of a parameter: added to its slot, or its gradient where no slot fits."""
@@ -395,13 +442,14 @@ class Reducer:
         Their shapes and dtypes were compared in the second round, so every rank comes to the same plan.
         """
         specs = [ParameterSpec.of(p) for p in self.params]
-        slots = {s.parameter: (b.dtype, s.numel) for b in self.plan.buckets for s in b.slots}
-        if all(slots.get(i) == (str(specs[i].dtype).removeprefix("torch."), specs[i].numel) for i in parameters):
-            return None
         order = self.plan.parameters
-        return BucketPlan.build(specs, order + [i for i in parameters if i not in slots], self.caps)
+        present = set(order)
+        new = [i for i in parameters if i not in present]
+        if not new and all(self._specs[i].is_like(specs[i]) for i in parameters):
+            return None
+        return BucketPlan.build(specs, order + new, self.caps)
 
-    def _on_backward_aborted(self) -> None:
+    def _on_backward_aborted(self, find_text: Callable[[], str]) -> None:
         """Backward raised on this rank: keep the peers company to the end of the iteration and tell them."""
         if self.engine.mode != _core.Mode.REDUCE:
             self.engine.disarm()
@@ -411,7 +459,7 @@ class Reducer:
             for index in self.engine.missing():
                 self.engine.complete(index, None)
             self._finish_engine(failed=True)
-            self.comm.all_gather_bytes(_current_error_text().encode())
+            self.comm.all_gather_bytes(find_text().encode(errors="replace"))
         except BaseException as error:  # nobody to raise to: it is raised by whatever comes next
             self._break(error)
             if isinstance(error, KeyboardInterrupt):
@@ -423,6 +471,7 @@ class Reducer:
         self.engine.disarm()
         self._second_round.clear()
         self._kept.clear()
+        self._disturbed = False
         self._backwards = self._forwards = 0
         self._reduce_next = None
         self._owes_reduction = False
@@ -487,6 +536,11 @@ _UNUSED_TEXT = (
     "were reduced over all ranks.)"
 )
 
+_TWO_BACKWARDS_TEXT = (
+    "two backwards at once, on two threads, through one DistributedDataParallel: their gradients cannot be told apart. "
+    "Run one after the other, or wrap a copy of the module for each thread"
+)
+
 _CREATE_GRAPH_TEXT = (
     "backward(create_graph=True) through DistributedDataParallel: the gradients are reduced, but the reduced .grad has "
     "no graph, so a second derivative cannot flow through it. Use torch.autograd.grad(..., create_graph=True) for that."
@@ -527,11 +581,6 @@ def _weakly(owner: Reducer, method: str) -> Callable:
             getattr(target, method)(*args)
 
     return call
-
-
-def _current_error_text() -> str:
-    error = sys.exc_info()[1]
-    return f"{type(error).__name__}: {error}" if error is not None else ""
 
 
 def _count_grad_references() -> int:

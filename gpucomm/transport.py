@@ -1,6 +1,7 @@
 """Transports that are written in Python: the base for your own, and the one over any torch.distributed group."""
 
 import ctypes
+import os
 import sys
 import time
 from abc import abstractmethod
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from gpucomm import _core
-from gpucomm.errors import CommError, CommTimeout, PeerFailed
+from gpucomm.errors import CommError, CommTimeout, PeerFailed, dead_since
 
 # How often a wait looks at the clock and lets signals through.
 _SLICE = timedelta(milliseconds=200)
@@ -116,6 +117,7 @@ class C10dTransport(Transport):
         self._global_ranks = global_ranks
         self._failure: CommError | None = None
         self._started = 0
+        self._pid = os.getpid()
         number = _transports_over.get(group.group_name, 0)
         _transports_over[group.group_name] = number + 1
         self._key = f"gpucomm/roll_call/{group.group_name}/{number}"
@@ -132,6 +134,10 @@ class C10dTransport(Transport):
     def all_reduce(self, x: torch.Tensor, op: str) -> Handle:
         options = dist.AllreduceOptions()
         options.reduceOp = _OPERATIONS[op]  # type: ignore[assignment]
+        if x.dtype in _KEY_DTYPES and op in ("min", "max"):
+            keys = _ordered_keys(x, op)
+            handle = self._start("all_reduce", lambda: self.group.allreduce([keys], options))
+            return _Then(handle, lambda: x.copy_(_values_of(keys, x.dtype)))
         return self._start("all_reduce", lambda: self.group.allreduce([x], options))
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, op: str) -> Handle:
@@ -157,8 +163,9 @@ class C10dTransport(Transport):
         self._failure = self._failure or CommError(f"this rank gave up: {reason}")
 
     def _start(self, what: str, operation: Callable[[], dist.Work]) -> Handle:
+        self._refuse_in_child()
         if self._failure is not None:
-            raise self._failure
+            raise dead_since(self._failure)
         self._started += 1
         try:
             work = operation()
@@ -166,10 +173,18 @@ class C10dTransport(Transport):
             raise self._broken(what, str(error)) from error
         return _C10dWork(self, what, work)
 
+    def _refuse_in_child(self) -> None:
+        """The sockets that a forked child inherited are its parent's, and nobody in the child serves them."""
+        if os.getpid() != self._pid:
+            raise ValueError(
+                "this process was forked from one that takes part in a group: a child cannot take its place"
+            )
+
     def _wait(self, what: str, work: dist.Work) -> None:
         deadline = time.monotonic() + self.timeout_s
         slices_after_end = slices_without_peer = 0
         while True:
+            self._refuse_in_child()
             try:
                 work.wait(_SLICE)
                 return
@@ -222,11 +237,13 @@ class C10dTransport(Transport):
         return [self._global_ranks[r] for r in range(self.size) if r != self.rank]
 
     def _answer_roll_call(self, words: str) -> Any:
-        store = distributed_c10d._get_process_group_store(self.group)
+        if os.getpid() != self._pid:
+            return None  # a forked child does not speak for its parent
         try:
+            store = distributed_c10d._get_process_group_store(self.group)
             store.set(f"{self._key}/{self.rank}", words)
-        except (RuntimeError, dist.DistError):
-            return None  # the store went with its host
+        except (KeyError, ValueError, RuntimeError, dist.DistError):
+            return None  # the store went with its host, or with destroy_process_group
         return store
 
     def _heard(self, store: Any) -> dict[int, str]:
@@ -259,6 +276,27 @@ class C10dTransport(Transport):
         return {self.rank, *said}, said
 
 
+_KEY_DTYPES = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def _ordered_keys(x: torch.Tensor, op: str) -> torch.Tensor:
+    """Integers in the order of the numbers, a NaN beyond them all: what a backend does with NaN differs, and gloo's
+    minimum and maximum lose it.
+
+    Read as an integer, a number without its sign bit grows with its magnitude; a negative one gets those bits inverted.
+    """
+    integers = _KEY_DTYPES[x.dtype]
+    limits = torch.iinfo(integers)
+    bits = x.view(integers)
+    keys = torch.where(bits < 0, bits ^ limits.max, bits)
+    return keys.masked_fill_(x.isnan(), limits.min if op == "min" else limits.max)
+
+
+def _values_of(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    values = torch.where(keys < 0, keys ^ torch.iinfo(keys.dtype).max, keys).view(dtype)
+    return values.masked_fill_(values.isnan(), float("nan"))
+
+
 class _C10dWork:
     def __init__(self, transport: C10dTransport, what: str, work: dist.Work) -> None:
         self._transport = transport
@@ -266,6 +304,7 @@ class _C10dWork:
         self._work = work
 
     def is_completed(self) -> bool:
+        self._transport._refuse_in_child()
         return self._work.is_completed()
 
     def wait(self) -> None:

@@ -3,8 +3,11 @@
 The only file that reads environment variables (`GPUCOMM_*`).
 """
 
+import json
 import os
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -32,7 +35,7 @@ class Settings:
     @classmethod
     def from_environment(cls) -> "Settings":
         """Raises ValueError, naming the variable, for a value that is not accepted."""
-        transport = os.environ.get("GPUCOMM_TRANSPORT", "auto")
+        transport = os.environ.get("GPUCOMM_TRANSPORT") or "auto"
         if transport not in TRANSPORTS:
             raise ValueError(f"GPUCOMM_TRANSPORT is {transport!r}, accepted are {', '.join(TRANSPORTS)}")
         timeout_s = None
@@ -48,29 +51,56 @@ class Settings:
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of one process group, as one rank sees them."""
+    """The ranks of one process group, as one rank sees them, and what it asks for. transport: a name or an instance."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
     global_ranks: list[int]
     timeout_s: float
+    transport: str | Transport
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None, timeout: timedelta | float | None = None) -> "World":
-        """The default group's, if group is None. timeout: seconds, default the group's own."""
-        if not dist.is_initialized():
-            raise RuntimeError("Default process group has not been initialized, please call init_process_group first.")
-        group = group if group is not None else dist.group.WORLD
-        assert group is not None
+    def of(
+        cls,
+        group: dist.ProcessGroup | None,
+        timeout: timedelta | float | None = None,
+        transport: str | Transport = "auto",
+    ) -> "World":
+        """The default group's, if group is None. timeout: seconds, default the group's own.
+
+        transport "auto" is what the environment says. Raises ValueError for an unknown transport and for a timeout that
+        is none, RuntimeError without a process group.
+        """
+        group = _usable(group)
         rank = dist.get_rank(group)
         if rank < 0:
             raise ValueError("this process is not a member of the process group")
-        return cls(
-            group, rank, dist.get_world_size(group), dist.get_process_group_ranks(group), _timeout_s(group, timeout)
-        )
+        ranks = dist.get_process_group_ranks(group)
+        return cls(group, rank, len(ranks), ranks, _timeout_s(group, timeout), _transport(transport))
 
-    def exchange(self) -> Exchange:
+    def meet(self) -> Exchange:
+        """The first round of a construction; collective. Returns the exchange for those that follow.
+
+        Raises CommError on every rank if one of them withdrew, if their versions of gpucomm or the transports that they
+        ask for differ, and CommTimeout naming the missing rank.
+        """
+        exchange = self._exchange()
+        hellos = [json.loads(text) for text in exchange(_hello(_name_of(self.transport)))]
+        for rank, hello in enumerate(hellos):
+            if hello["withdrew"]:
+                raise CommError(f"rank {self.global_ranks[rank]} could not take part: {hello['withdrew']}")
+        for field, what in (("version", "gpucomm version"), ("transport", "transport")):
+            for rank, hello in enumerate(hellos):
+                mine, theirs = hellos[0][field], hello[field]
+                if mine != theirs:
+                    first, other = self.global_ranks[0], self.global_ranks[rank]
+                    raise CommError(
+                        f"{what} differs between ranks: {mine!r} on rank {first}, {theirs!r} on rank {other}"
+                    )
+        return exchange
+
+    def _exchange(self) -> Exchange:
         """The all-gather that construction uses, through the group's store. Its CommTimeout names who is missing."""
         store = distributed_c10d._get_process_group_store(self.group)
         number = _exchanges.get(self.group.group_name, 0)
@@ -99,23 +129,17 @@ class World:
 
         return gather
 
-    def connect(self, transport: str | Transport, exchange: Exchange) -> _core.Transport:
-        """The transport that the argument (or, for "auto", the environment) names; collective.
+    def connect(self, exchange: Exchange) -> _core.Transport:
+        """The transport that was asked for; collective.
 
-        Raises ValueError for an unknown name and TransportUnavailable, on every rank, for one that cannot be had.
-        "auto" takes shared memory if every rank of the group has it, else the process group itself.
+        Raises TransportUnavailable, on every rank, for one that cannot be had. "auto" takes shared memory if every rank
+        of the group has it, else the process group itself.
         """
-        if isinstance(transport, _core.Transport):
-            return transport
-        if transport not in TRANSPORTS:
-            raise ValueError(f"transport is {transport!r}, accepted are {', '.join(TRANSPORTS)} or a Transport")
-        self._agree("gpucomm version", __version__, exchange)
-        if transport == "auto":
-            transport = Settings.from_environment().transport
-        self._agree("transport", transport, exchange)
-        if transport == "loopback" or (transport == "auto" and self.size == 1):
+        if isinstance(self.transport, _core.Transport):
+            return self.transport
+        if self.transport == "loopback" or (self.transport == "auto" and self.size == 1):
             return _core.LoopbackTransport(self.size)
-        if transport == "c10d":
+        if self.transport == "c10d":
             return C10dTransport(self.group, self.timeout_s)
         try:
             return _core.ShmTransport(
@@ -126,22 +150,84 @@ class World:
                 global_ranks=self.global_ranks,
             )
         except TransportUnavailable:
-            if transport == "shm":
+            if self.transport == "shm":
                 raise
             return C10dTransport(self.group, self.timeout_s)
 
-    def _agree(self, what: str, mine: str, exchange: Exchange) -> None:
-        everything = [text.decode() for text in exchange(mine.encode())]
-        for rank, theirs in enumerate(everything):
-            if theirs != everything[0]:
-                first, other = self.global_ranks[0], self.global_ranks[rank]
-                raise CommError(
-                    f"{what} differs between ranks: {everything[0]!r} on rank {first}, {theirs!r} on rank {other}"
-                )
 
+@contextmanager
+def withdrawing(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Around what a rank does by itself before World.meet(): what it raises there, its peers raise when they meet.
+
+    So a construction that one rank refuses, for an argument or an environment of its own, fails on all of them at once.
+    """
+    try:
+        yield
+    except Exception as error:
+        if dist.is_initialized():
+            _withdraw(group if group is not None else dist.group.WORLD, f"{type(error).__name__}: {error}")
+        raise
+
+
+def _withdraw(group: dist.ProcessGroup | None, reason: str) -> None:
+    if not isinstance(group, dist.ProcessGroup) or group in _inherited:
+        return
+    with suppress(RuntimeError, ValueError, KeyError):  # nobody comes, or the store went: the reason counts
+        rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+        if rank >= 0:
+            # The store may live in this process: it stays until the peers had the time to come.
+            World(group, rank, len(ranks), ranks, _LINGER_S, "auto")._exchange()(_hello("", reason))
+
+
+def _hello(transport: str, withdrew: str = "") -> bytes:
+    return json.dumps({"version": __version__, "transport": transport, "withdrew": withdrew}).encode()
+
+
+def _name_of(transport: str | Transport) -> str:
+    return transport if isinstance(transport, str) else f"an instance of {type(transport).__name__}"
+
+
+def _usable(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise RuntimeError("Default process group has not been initialized, please call init_process_group first.")
+    group = group if group is not None else dist.group.WORLD
+    assert group is not None
+    if group in _inherited:
+        raise RuntimeError(
+            "this process was forked from one with this process group: a child cannot take its place in the group"
+        )
+    return group
+
+
+def _transport(transport: str | Transport) -> str | Transport:
+    if isinstance(transport, _core.Transport):
+        return transport
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport is {transport!r}, accepted are {', '.join(TRANSPORTS)} or a Transport")
+    return Settings.from_environment().transport if transport == "auto" else transport
+
+
+# How long a rank that withdraws waits for its peers.
+_LINGER_S = 2.0
 
 # How many exchanges each group has seen: construction is collective, so all ranks count alike.
 _exchanges: dict[str, int] = {}
+
+
+# The process groups that were there when this process was forked: their sockets are the parent's.
+_inherited: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    _inherited.update(distributed_c10d._world.pg_map)
+    _exchanges.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+# torch's stores count waits in milliseconds of 32 bits; 23 days stand for no timeout at all.
+_LONGEST_S = 2_000_000.0
 
 
 def _timeout_s(group: dist.ProcessGroup, timeout: timedelta | float | None) -> float:
@@ -153,4 +239,4 @@ def _timeout_s(group: dist.ProcessGroup, timeout: timedelta | float | None) -> f
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if not seconds > 0:
         raise ValueError(f"timeout is {timeout!r}, accepted is a positive timedelta or number of seconds")
-    return seconds
+    return min(seconds, _LONGEST_S)

@@ -9,8 +9,10 @@ import functools
 import gc
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 
 import pytest
 import torch
@@ -330,7 +332,7 @@ def test_a_backward_that_raises_fails_the_iteration_everywhere_and_no_other(tran
                 assert kind is ArithmeticError, (kind, text)
             else:
                 assert kind is StepFailed, (kind, text)
-                assert "rank 1" in text
+                assert text.endswith("failed on rank 1: ArithmeticError: this rank's backward failed"), text
         return training.parameters()
 
     disturbed = run_ranks(body, 3, True)
@@ -352,6 +354,164 @@ def test_gradients_of_a_failed_iteration_are_not_applied(transport):
         with contextlib.suppress(RuntimeError):
             training.optimizer.step()
         assert all(torch.equal(a, b) for a, b in zip(before, training.parameters(), strict=True))
+
+    run_ranks(body, 2)
+
+
+def in_a_child(body):
+    """Runs it in a forked child, which then ends as a Python process does; returns what it printed."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(write, 1)
+        os.dup2(write, 2)
+        status = 1
+        try:
+            body()
+            gc.collect()
+            print("done", flush=True)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    os.close(write)
+    with os.fdopen(read) as output:
+        text = output.read()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text
+
+
+def use(running):
+    """All that a child may try; what speaks to peers is refused at once."""
+    before = time.monotonic()
+    if isinstance(running, Training):
+        ddp = running.ddp
+        with pytest.raises(RuntimeError, match="forked"):
+            ddp.module(torch.ones(1, 60)).sum().backward()
+        with pytest.raises(ValueError, match="forked"):
+            ddp.sync_buffers() if list(ddp.buffers()) else ddp._comm.barrier()
+        for p in ddp.parameters():
+            p.grad.fill_(1e9)  # lies in the memory of a bucket
+        with torch.no_grad():
+            ddp(torch.ones(1, 60))
+        ddp.reducer.transport.abort("no matter")
+        with ddp.no_sync():
+            ddp(torch.ones(1, 60)).sum().backward()
+    else:
+        comm = running.comm
+        for call in (comm.barrier, running.iterate, lambda: comm.all_gather_bytes(b"")):
+            with pytest.raises(ValueError, match="forked"):
+                call()
+        for x in running.arrays:
+            x.fill_(1e9)
+        comm._transport.abort("no matter")
+    with pytest.raises(RuntimeError, match="forked"):
+        Communicator()
+    assert time.monotonic() - before < 3
+
+
+def hold(running):
+    pass
+
+
+def destroy(running):
+    if isinstance(running, Communication):
+        running.comm.close()
+    else:
+        running.ddp.reducer.close()
+    vars(running).clear()
+    gc.collect()
+
+
+@each_transport
+@each_program
+@pytest.mark.parametrize("act", [hold, use, destroy])
+def test_a_forked_child_does_no_harm_to_its_parents_group(act, program, transport):
+    def body(rank, world):
+        torch.set_num_threads(1)
+        running = PROGRAMS[program](transport, timeout=10)
+        for _ in range(3):
+            running.iterate()
+        if program == "training":
+            grads = [p.grad.clone() for p in running.ddp.parameters()]
+        if rank == 1:
+            status, text = in_a_child(lambda: act(running))
+            assert (status, text) == (0, "done\n"), text
+        if program == "training":
+            assert all(torch.equal(p.grad, g) for p, g in zip(running.ddp.parameters(), grads, strict=True))
+            assert_same_gradients(running, world)
+        for _ in range(3):
+            running.iterate()
+        if program == "communicator":
+            assert all((x == world).all() for x in running.arrays)
+
+    run_ranks(body, 2)
+
+
+def assert_same_gradients(training, world):
+    training.backward()
+    for p in training.ddp.parameters():
+        gathered = [torch.empty_like(p) for _ in range(world)]
+        dist.all_gather(gathered, p.grad.contiguous())
+        assert all(torch.equal(g, gathered[0]) for g in gathered)
+
+
+@each_transport
+def test_a_child_that_is_forked_with_an_operation_in_flight_does_no_harm(transport):
+    def body(rank, world):
+        comm = Communicator(transport=transport, timeout=10)
+        x = comm.empty(100000).fill_(1.0)
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 1:
+            store.wait(["child ended"])
+            comm.all_reduce(x)
+        else:
+            work = comm.all_reduce(x, async_op=True)
+
+            def child():
+                nonlocal work, comm
+                for call in (work.wait, work.done):
+                    with pytest.raises(ValueError, match="forked"):
+                        call()
+                comm.close()
+                del work, comm
+
+            status, text = in_a_child(child)
+            store.set("child ended", "")
+            assert (status, text) == (0, "done\n"), text
+            work.wait()
+        assert (x == world).all()
+
+    run_ranks(body, 2)
+
+
+@each_transport
+def test_a_child_that_is_forked_by_a_signal_in_the_middle_of_a_wait_does_no_harm(transport):
+    def body(rank, world):
+        comm = Communicator(transport=transport, timeout=10)
+        store = dist.distributed_c10d._get_default_store()
+        children = []
+
+        def fork(*_):
+            pid = os.fork()
+            children.append(pid)
+            if pid == 0:
+                signal.alarm(5)
+
+        if rank == 1:
+            time.sleep(1)
+            comm.barrier()
+        else:
+            signal.signal(signal.SIGUSR2, fork)
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+            try:
+                comm.barrier()
+            except ValueError as error:
+                os._exit(7 if children == [0] and "forked" in str(error) else 8)
+            assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 7
+        comm.barrier()
+        store.set(f"done {rank}", "")
 
     run_ranks(body, 2)
 
@@ -468,8 +628,10 @@ def test_different_collectives_raise_on_every_rank_with_both():
             kind, text, _ = error_of(lambda: (one if rank == 1 else most)(comm))
             assert kind is CollectiveMismatch, (kind, text)
             assert all(word in text for word in words), text
-            kind, _, _ = error_of(comm.barrier)
-            assert issubclass(kind, CommError)
+            for later in (comm.barrier, lambda: comm.empty(3), comm.barrier):
+                kind, dead, _ = error_of(later)
+                assert kind is CollectiveMismatch
+                assert dead == f"this communicator is dead since an earlier operation: {text}"
             comm.close()
 
     run_ranks(body, 3)
@@ -542,5 +704,83 @@ def test_no_names_in_shared_memory_at_any_time():
             comm.all_reduce(comm.empty(100))
             assert not own_footprint().shm_entries
             comm.barrier()
+
+    run_ranks(body, 2)
+
+
+@each_transport
+def test_operations_after_a_failure_say_that_the_communicator_is_dead_and_why(transport):
+    def body(rank, world):
+        comm = Communicator(transport=transport, timeout=20 if rank == 0 else 1)
+        comm.barrier()
+        if rank == 1:
+            comm.close()
+            return
+        kind, text, attributes = error_of(functools.partial(two_barriers, comm))
+        assert kind is PeerFailed
+        for _ in range(3):
+            again, dead, theirs = error_of(comm.barrier)
+            assert again is PeerFailed
+            assert dead == f"this communicator is dead since an earlier operation: {text}"
+            assert theirs == attributes
+
+    run_ranks(body, 2)
+
+
+@each_transport
+def test_operations_after_a_timeout_say_that_the_communicator_is_dead_and_why(transport):
+    def body(rank, world):
+        comm = Communicator(transport=transport, timeout=0.5)
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 1:
+            store.wait(["over"])
+            return
+        kind, text, attributes = error_of(comm.barrier)
+        assert kind is CommTimeout
+        for _ in range(3):
+            again, dead, theirs = error_of(comm.barrier)
+            assert (again, dead) == (kind, f"this communicator is dead since an earlier operation: {text}")
+            assert theirs == attributes
+        store.set("over", "")
+
+    run_ranks(body, 2)
+
+
+@each_transport
+def test_a_failure_is_raised_by_every_wait_for_an_operation_in_flight(transport):
+    def body(rank, world):
+        comm = Communicator(transport=transport, timeout=20)
+        comm.barrier()
+        if rank == 1:
+            time.sleep(0.3)
+            comm.close()
+            return
+        work = [comm.all_reduce(torch.ones(100000), async_op=True) for _ in range(2)]
+        for one in (*work, *work):
+            kind, text, attributes = error_of(one.wait)
+            assert (kind, attributes["rank"]) == (PeerFailed, 1), text
+            assert error_of(one.done)[0] is PeerFailed
+        assert_dead(comm)
+
+    def assert_dead(comm):
+        assert issubclass(error_of(comm.barrier)[0], CommError)
+
+    run_ranks(body, 2)
+
+
+@each_transport
+def test_an_interrupt_in_a_wait_is_raised_by_later_waits_too(transport):
+    def body(rank, world):
+        comm = Communicator(transport=transport, timeout=20)
+        comm.barrier()
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 1:
+            store.wait(["interrupted"])
+            return
+        work = comm.all_reduce(torch.ones(100000), async_op=True)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        for _ in range(2):
+            assert error_of(work.wait)[0] is KeyboardInterrupt
+        store.set("interrupted", "")
 
     run_ranks(body, 2)

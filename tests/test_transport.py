@@ -255,15 +255,36 @@ def test_floats_are_added_in_a_precision_that_loses_little(transport, world):
     on_ranks(body, world, transport)
 
 
-@pytest.mark.parametrize("transport", ["shm", "loopback"])
+@each_transport
 def test_a_nan_of_any_rank_is_the_minimum_and_the_maximum(transport):
     def body(case):
-        for dtype, op in itertools.product(DTYPES[:4], ("min", "max")):
+        size = case.comm.world_size
+        for dtype, op, sign in itertools.product(DTYPES[:4], ("min", "max"), (1.0, -1.0)):
             x = case.place(torch.tensor([1.0, 2.0, 3.0]).to(dtype), "ours")
-            x[case.me % 3] = float("nan")
+            x[case.me % 3] = torch.tensor(float("nan")).copysign(torch.tensor(sign))
             case.comm.all_reduce(x, op)
             expected = [i in {member % 3 for member in case.members} for i in range(3)]
             assert x.isnan().tolist() == expected, (dtype, op)
+            whole = torch.arange(float(3 * size)).to(dtype)
+            whole[case.me % 3] = float("nan")
+            part = torch.empty(3, dtype=dtype)
+            case.comm.reduce_scatter(part, whole, op)
+            assert part.isnan().tolist() == (expected if case.comm.rank == 0 else [False] * 3), (dtype, op)
+
+    on_ranks(body, 2, transport)
+
+
+@each_transport
+def test_minimum_and_maximum_of_every_kind_of_number(transport):
+    values = torch.tensor([float("-inf"), -3.5, -1.0, -1e-40, 0.0, 1e-40, 2.0, 7.0, float("inf")])
+    pairs = torch.cartesian_prod(values, values)
+
+    def body(case):
+        for dtype, op in itertools.product((torch.float32, torch.float64, torch.bfloat16), ("min", "max")):
+            mine = [pairs[:, rank % 2].to(dtype) for rank in case.members]
+            x = mine[case.members.index(case.me)].clone()
+            case.comm.all_reduce(x, op)
+            case.check(f"{op} {dtype}", x, getattr(torch.stack(mine), f"a{op}")(0))
 
     on_ranks(body, 2, transport)
 
@@ -370,7 +391,47 @@ def test_input_may_be_a_part_of_output(transport):
                 case.comm.all_gather(output, mine)
                 case.check(f"all_gather in place ({memory})", output, torch.cat(parts))
 
+                wholes = contributions(case.members, size * numel, torch.float32, "sum")
+                whole = case.place(wholes[case.members.index(case.me)], memory)
+                part = whole[rank * numel : (rank + 1) * numel]
+                case.comm.reduce_scatter(part, whole)
+                expected = reduced(wholes, "sum")[rank * numel : (rank + 1) * numel]
+                case.check(f"reduce_scatter in place ({memory})", part, expected)
+
     on_ranks(body, 3, transport)
+
+
+@each_transport
+@pytest.mark.parametrize("numel", [3, 100000])
+def test_other_overlaps_of_input_and_output_are_refused_before_anything_starts(transport, numel):
+    def body(case):
+        comm, size, rank = case.comm, case.comm.world_size, case.comm.rank
+        memory = torch.arange(float(3 * size * numel))
+        other = (rank + 1) % size
+        refused = {
+            "another's part": (size * numel, other * numel),
+            "across parts": (size * numel, rank * numel + 1),
+            "around the begin": (0, -1),
+            "around the end": (0, size * numel - 1),
+        }
+        for what, (offset, at) in refused.items():
+            start = numel + offset
+            whole = memory[start : start + size * numel]
+            small = memory[start + at : start + at + numel]
+            before = memory.clone()
+            if rank == 0:  # the others' next operations meet this rank's next ones
+                with pytest.raises(ValueError, match=f"all_gather: input and output overlap.*part {rank} of output"):
+                    comm.all_gather(whole, small)
+                with pytest.raises(ValueError, match=f"reduce_scatter: input and output overlap.*part {rank} of input"):
+                    comm.reduce_scatter(small, whole, async_op=True)
+            case.check(what, memory, before)
+            x = torch.ones(5)
+            comm.all_reduce(x)
+            case.check("what comes next", x, torch.full((5,), float(size)))
+        beside = memory[: size * numel], memory[size * numel : (size + 1) * numel]
+        comm.all_gather(*beside)
+
+    on_ranks(body, 2, transport)
 
 
 @each_transport

@@ -146,15 +146,29 @@ bool parse_flag(PyObject* flag) {
   return value != 0;
 }
 
-HostArray contiguous_array(const char* what, PyObject* object) {
+enum class Access : uint8_t { kRead, kWrite };
+
+// The Python error that is set, of the same type and with the operation and the argument before its text.
+[[noreturn]] void throw_named(const std::string& where) {
+  const py::error_already_set error;
+  const std::string text = where + ": " + std::string(py::str(error.value()));
+  PyErr_SetString(error.type().ptr(), text.c_str());
+  throw py::error_already_set();
+}
+
+// where: operation and argument, for messages.
+HostArray contiguous_array(const std::string& where, PyObject* object, Access access) {
   HostArray array;
-  if (!read_host_array(object, &array, nullptr)) throw py::error_already_set();
+  if (!read_host_array(object, &array, nullptr)) throw_named(where);
   if (array.may_have_lazy_sign) {
     const int lazy = has_lazy_sign(object, array.numel > 1);
     if (lazy < 0) throw py::error_already_set();
-    if (lazy > 0) throw UsageError(std::string(what) + " is a conjugated or negated view: call resolve_conj()");
+    if (lazy > 0) throw UsageError(where + " is a conjugated or negated view: call resolve_conj()");
   }
-  if (!array.contiguous) throw UsageError(std::string(what) + " is not contiguous in memory");
+  if (!array.contiguous) throw UsageError(where + " is not contiguous in memory");
+  if (access == Access::kWrite && array.read_only) {
+    throw UsageError(where + " is read-only (" + Py_TYPE(object)->tp_name + "), the operation writes to it");
+  }
   return array;
 }
 
@@ -203,7 +217,7 @@ PyObject* all_reduce(PyObject* object, Args args, Py_ssize_t nargs, PyObject* ke
   Arguments given;
   if (!given.parse("all_reduce", names, 1, args, nargs, keywords)) return nullptr;
   return guarded([&] {
-    const HostArray x = contiguous_array("x", given.values[0]);
+    const HostArray x = contiguous_array("all_reduce: x", given.values[0], Access::kWrite);
     const Collective collective{.kind = CollectiveKind::kAllReduce,
                                 .dtype = x.dtype,
                                 .op = parse_op(given.values[1]),
@@ -219,18 +233,19 @@ PyObject* all_reduce(PyObject* object, Args args, Py_ssize_t nargs, PyObject* ke
 PyObject* two_sided(PyObject* object, CollectiveKind kind, const Arguments& given, PyObject* op, PyObject* async_op) {
   auto* self = reinterpret_cast<CommunicatorBase*>(object);
   if (!self->channel->transport) throw std::runtime_error("this communicator is closed");
-  const HostArray output = contiguous_array("output", given.values[0]);
-  const HostArray input = contiguous_array("input", given.values[1]);
+  const std::string what(name_of(kind));
+  const HostArray output = contiguous_array(what + ": output", given.values[0], Access::kWrite);
+  const HostArray input = contiguous_array(what + ": input", given.values[1], Access::kRead);
   const auto size = static_cast<size_t>(self->channel->transport->size());
   const bool scatter = kind == CollectiveKind::kReduceScatter;
   const HostArray& small = scatter ? output : input;
   const HostArray& large = scatter ? input : output;
   if (small.dtype != large.dtype) {
-    throw py::type_error("output is " + std::string(name_of(output.dtype)) + ", input is " +
+    throw py::type_error(what + ": output is " + std::string(name_of(output.dtype)) + ", input is " +
                          std::string(name_of(input.dtype)));
   }
   if (large.numel != small.numel * size) {
-    throw UsageError((scatter ? "input" : "output") + std::string(" has ") + std::to_string(large.numel) +
+    throw UsageError(what + (scatter ? ": input" : ": output") + " has " + std::to_string(large.numel) +
                      " elements, expected " + std::to_string(size) + " ranks * " + std::to_string(small.numel));
   }
   const Collective collective{.kind = kind,
@@ -262,7 +277,7 @@ PyObject* broadcast(PyObject* object, Args args, Py_ssize_t nargs, PyObject* key
   Arguments given;
   if (!given.parse("broadcast", names, 1, args, nargs, keywords)) return nullptr;
   return guarded([&] {
-    const HostArray x = contiguous_array("x", given.values[0]);
+    const HostArray x = contiguous_array("broadcast: x", given.values[0], Access::kWrite);
     const int root = parse_root(given.values[1]);
     const Collective collective{.kind = CollectiveKind::kBroadcast,
                                 .dtype = x.dtype,

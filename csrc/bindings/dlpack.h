@@ -42,6 +42,16 @@ struct Version {
   uint32_t minor;
 };
 
+inline constexpr uint64_t kReadOnly = 1;
+
+struct VersionedTensor {  // in a capsule named "dltensor_versioned"
+  Version version;
+  void* manager_context;
+  void (*deleter)(VersionedTensor*);
+  uint64_t flags;
+  Tensor tensor;
+};
+
 struct ExchangeApi {  // in a capsule named "dlpack_exchange_api"
   Version version;
   ExchangeApi* previous;

@@ -19,11 +19,29 @@ static void raise(const char* name, Args&&... args) {
   PyErr_SetObject(type.ptr(), error.ptr());
 }
 
+PythonError PythonError::fetch() {
+  const py::error_already_set error;
+  return {error.what(), Py_NewRef(error.value().ptr())};
+}
+
+PythonError::PythonError(const std::string& text, void* error)
+    : std::runtime_error(text), error_(error, [](void* object) {
+        const py::gil_scoped_acquire gil;
+        Py_DECREF(static_cast<PyObject*>(object));
+      }) {}
+
+void PythonError::restore() const {
+  auto* error = static_cast<PyObject*>(error_.get());
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
+}
+
 void set_python_error(std::exception_ptr failure) {
   try {
     try {
       std::rethrow_exception(failure);
     } catch (py::error_already_set& e) {
+      e.restore();
+    } catch (const PythonError& e) {
       e.restore();
     } catch (const py::builtin_exception& e) {
       e.set_error();
@@ -53,7 +71,7 @@ void set_python_error(std::exception_ptr failure) {
   }
 }
 
-void throw_python_error() { throw py::error_already_set(); }
+void throw_python_error() { throw PythonError::fetch(); }
 
 void register_errors() {
   py::register_local_exception_translator([](std::exception_ptr failure) {
@@ -63,6 +81,8 @@ void register_errors() {
     } catch (const CommError&) {
       set_python_error(failure);
     } catch (const InternalError&) {
+      set_python_error(failure);
+    } catch (const PythonError&) {
       set_python_error(failure);
     }
   });

@@ -63,6 +63,7 @@ struct GradHook {
   std::shared_ptr<Engine> engine;
   int32_t parameter;
   PyObject* on_first;  // () -> None: the first gradient of a backward; arms the engine
+  PyObject* on_moved;  // () -> None: a gradient on another thread than those before; raises if of another backward
   PyObject* on_other;  // (parameter index, parameter) -> None: every case but the plain one
   Layout layout;       // of the slot's view
 };
@@ -96,6 +97,11 @@ PyObject* grad_hook_call(PyObject* object, PyObject* const* args, size_t nargsf,
     PyObject* armed = PyObject_CallNoArgs(self->on_first);
     if (!armed) return nullptr;
     Py_DECREF(armed);
+  } else if (!engine.on_its_thread()) {
+    PyObject* allowed = PyObject_CallNoArgs(self->on_moved);
+    if (!allowed) return nullptr;
+    Py_DECREF(allowed);
+    engine.adopt_thread();
   }
   if (engine.mode() == Engine::Mode::kLocal) {
     engine.mark_used(self->parameter);
@@ -131,6 +137,7 @@ void grad_hook_dealloc(PyObject* object) {
   PyTypeObject* type = Py_TYPE(object);
   self->engine.~shared_ptr();
   Py_XDECREF(self->on_first);
+  Py_XDECREF(self->on_moved);
   Py_XDECREF(self->on_other);
   type->tp_free(object);
   Py_DECREF(type);
@@ -163,7 +170,8 @@ PyType_Spec grad_hook_spec = {"gpucomm._core.GradHook", sizeof(GradHook), 0,
 
 PyTypeObject* grad_hook_type = nullptr;
 
-py::object make_grad_hook(std::shared_ptr<Engine> engine, int32_t parameter, py::object on_first, py::object on_other) {
+py::object make_grad_hook(std::shared_ptr<Engine> engine, int32_t parameter, py::object on_first, py::object on_moved,
+                          py::object on_other) {
   if (parameter < 0 || static_cast<size_t>(parameter) >= engine->parameter_count()) {
     throw py::value_error("parameter index " + std::to_string(parameter) + " of " +
                           std::to_string(engine->parameter_count()));
@@ -174,6 +182,7 @@ py::object make_grad_hook(std::shared_ptr<Engine> engine, int32_t parameter, py:
   new (&self->engine) std::shared_ptr<Engine>(std::move(engine));
   self->parameter = parameter;
   self->on_first = on_first.release().ptr();
+  self->on_moved = on_moved.release().ptr();
   self->on_other = on_other.release().ptr();
   self->layout = Layout{};
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
@@ -228,7 +237,7 @@ void bind_grad_hook(py::module_& module) {
   if (!grad_hook_type) throw py::error_already_set();
   module.add_object("GradHook", reinterpret_cast<PyObject*>(grad_hook_type));
   module.def("make_grad_hook", &make_grad_hook, py::arg("engine"), py::arg("parameter"), py::arg("on_first"),
-             py::arg("on_other"));
+             py::arg("on_moved"), py::arg("on_other"));
   module.def("install_views", &install_views, py::arg("engine"), py::arg("verdict"), py::arg("params"),
              py::arg("views"));
   module.def("stale_views", &stale_views, py::arg("engine"), py::arg("params"), py::arg("views"),

@@ -123,7 +123,7 @@ void fill(const dlpack::Tensor& tensor, int per_element, HostArray* array, Layou
 
 bool read_buffer(PyObject* object, HostArray* array, Layout* layout) {
   Py_buffer view;
-  if (PyObject_GetBuffer(object, &view, PyBUF_STRIDES | PyBUF_FORMAT | PyBUF_WRITABLE) != 0) return false;
+  if (PyObject_GetBuffer(object, &view, PyBUF_STRIDES | PyBUF_FORMAT) != 0) return false;
   const char* format = view.format ? view.format : "B";
   if (*format == '@' || *format == '=' || (*format == '<' && PY_LITTLE_ENDIAN)) ++format;
   const bool complex = *format == 'Z';
@@ -144,6 +144,7 @@ bool read_buffer(PyObject* object, HostArray* array, Layout* layout) {
     }
     fill({view.buf, {dlpack::kCpu, 0}, view.ndim, type, shape, strides, 0}, per_element, array, layout);
     if (!whole) array->contiguous = array->dense = false;
+    array->read_only = view.readonly != 0;
   } else {
     PyErr_Format(PyExc_TypeError,
                  "an array of format '%s' has no counterpart here (float16, bfloat16, float32, float64, "
@@ -154,18 +155,52 @@ bool read_buffer(PyObject* object, HostArray* array, Layout* layout) {
   return fits;
 }
 
+// What `__dlpack__` gives: in the form that tells whether it is read-only, where the producer knows that one.
+PyObject* export_dlpack(PyObject* object) {
+  PyObject* method = PyObject_GetAttrString(object, "__dlpack__");
+  PyObject* no_arguments = PyTuple_New(0);
+  PyObject* options = Py_BuildValue("{s:(ii)}", "max_version", 1, 0);
+  PyObject* capsule = nullptr;
+  if (method && no_arguments && options) {
+    capsule = PyObject_Call(method, no_arguments, options);
+    if (!capsule && PyErr_ExceptionMatches(PyExc_TypeError)) {
+      PyErr_Clear();
+      capsule = PyObject_CallNoArgs(method);
+    }
+  }
+  Py_XDECREF(options);
+  Py_XDECREF(no_arguments);
+  Py_XDECREF(method);
+  return capsule;
+}
+
+// The tensor in a capsule of either form; null with a Python error set.
+const dlpack::Tensor* tensor_in(PyObject* capsule, bool* read_only) {
+  if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+    auto* versioned = static_cast<dlpack::VersionedTensor*>(PyCapsule_GetPointer(capsule, "dltensor_versioned"));
+    if (versioned->version.major == 1) {
+      *read_only = (versioned->flags & dlpack::kReadOnly) != 0;
+      return &versioned->tensor;
+    }
+    PyErr_Format(PyExc_TypeError, "its DLPack version is %u.%u, 1.x is understood", versioned->version.major,
+                 versioned->version.minor);
+    return nullptr;
+  }
+  auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
+  return managed ? &managed->tensor : nullptr;
+}
+
 bool read_dlpack(PyObject* object, HostArray* array, Layout* layout) {
   // A tensor that requires grad refuses to be exported; what we do with its memory is not recorded anyhow.
   PyObject* exported =
       PyObject_HasAttrString(object, "detach") ? PyObject_CallMethod(object, "detach", nullptr) : Py_NewRef(object);
   if (!exported) return false;
-  PyObject* capsule = PyObject_CallMethod(exported, "__dlpack__", nullptr);
+  PyObject* capsule = export_dlpack(exported);
   Py_DECREF(exported);
   if (!capsule) return false;
-  auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
   bool fits = false;
-  if (managed) {
-    const dlpack::Tensor& tensor = managed->tensor;
+  if (const dlpack::Tensor* found = tensor_in(capsule, &array->read_only)) {
+    const dlpack::Tensor& tensor = *found;
     const int per_element = counterpart(tensor.dtype, &array->dtype);
     if (tensor.device.type != dlpack::kCpu && tensor.device.type != dlpack::kCudaHost) {
       PyErr_Format(PyExc_ValueError, "the array is on a device (DLPack device type %d), host memory is needed",
@@ -187,8 +222,8 @@ bool read_dlpack(PyObject* object, HostArray* array, Layout* layout) {
 void refuse_unexported(PyObject* object) {
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
-  PyErr_Format(PyExc_ValueError, "expected a writable, strided array in host memory, got %s: %S",
-               Py_TYPE(object)->tp_name, value ? value : Py_None);
+  PyErr_Format(PyExc_ValueError, "expected a strided array in host memory, got %s: %S", Py_TYPE(object)->tp_name,
+               value ? value : Py_None);
   Py_XDECREF(type);
   Py_XDECREF(value);
   Py_XDECREF(traceback);

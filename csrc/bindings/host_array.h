@@ -18,6 +18,7 @@ struct HostArray {
   size_t numel = 0;    // of dtype: a complex array has two float elements for each of its own
   bool dense = false;  // its elements fill one gapless stretch of memory in some order
   bool contiguous = false;
+  bool read_only = false;  // as far as its owner says
   // What lies in memory may be the conjugate or negative of the values (lazy conj and neg views of torch): see
   // has_lazy_sign(). A real tensor with more than one element would then not be dense.
   bool may_have_lazy_sign = false;
@@ -42,7 +43,7 @@ struct Layout {
 
 // Borrowed: valid as long as the object lives and keeps its memory. Returns false with a Python error set: TypeError
 // for an object that is no array or has a dtype without a counterpart here, ValueError for memory that is not the
-// host's or is read-only. `layout` may be null.
+// host's. Memory that is read-only is read all the same: the caller looks at `read_only`. `layout` may be null.
 bool read_host_array(PyObject* object, HostArray* array, Layout* layout);
 
 // True if the object is a torch tensor whose memory holds the negative or, where complex, the conjugate of its values.

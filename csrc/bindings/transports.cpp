@@ -1,8 +1,11 @@
 // Memory, Stream, and the transports: ours as they are, and Transport as a base for subclasses in Python.
 #include <pybind11/stl.h>
 
+#include <optional>
+
 #include "bindings/bindings.h"
 #include "bindings/embedder.h"
+#include "bindings/errors.h"
 #include "transport/transport.h"
 #include "transport/transport_loopback.h"
 #include "transport/transport_shm.h"
@@ -12,6 +15,17 @@ namespace py = pybind11;
 namespace gpucomm {
 
 namespace {
+
+// Calls body, which may throw what pybind11 throws, and throws that as a PythonError.
+template <typename Body>
+auto keeping_python_errors(Body body) {
+  try {
+    return body();
+  } catch (pybind11::error_already_set& error) {
+    error.restore();
+    throw PythonError::fetch();
+  }
+}
 
 // Completion of a collective that a Python transport started: an object with is_completed() and wait().
 class PythonTask final : public Task {
@@ -23,13 +37,15 @@ class PythonTask final : public Task {
   }
   bool advance() override {
     const py::gil_scoped_acquire gil;
-    if (!work_.attr("is_completed")().cast<bool>()) return false;
-    work_.attr("wait")();  // raises what went wrong
-    return true;
+    return keeping_python_errors([&] {
+      if (!work_.attr("is_completed")().cast<bool>()) return false;
+      work_.attr("wait")();  // raises what went wrong
+      return true;
+    });
   }
   void wait() override {
     const py::gil_scoped_acquire gil;
-    work_.attr("wait")();
+    keeping_python_errors([&] { work_.attr("wait")(); });
   }
 
  private:
@@ -57,6 +73,7 @@ class PythonTransport : public Transport {
     const py::gil_scoped_acquire gil;
     const py::function override = py::get_override(static_cast<const Transport*>(this), "start");
     if (!override) py::pybind11_fail("a Transport subclass has to define start(collective)");
+    if (failure_) raise_dead(*failure_);
     if (!interrupted_by_.empty()) {
       throw CommError("this transport is dead: " + interrupted_by_ + " interrupted the start of an operation");
     }
@@ -66,7 +83,11 @@ class PythonTransport : public Transport {
       // Started or not? Unless it was refused nobody knows, and starting it again could pair it with a peer's next one.
       const bool refused =
           e.matches(PyExc_TypeError) || e.matches(PyExc_ValueError) || e.matches(PyExc_NotImplementedError);
-      if (!refused) {
+      if (e.matches(py::module_::import("gpucomm.errors").attr("CommError"))) {
+        py::error_already_set(e).restore();
+        failure_.emplace(PythonError::fetch());
+        abort(py::str(e.value()));
+      } else if (!refused) {
         interrupted_by_ = py::str(e.type().attr("__name__"));
         abort(interrupted_by_ + " interrupted the start of an operation");
       }
@@ -85,7 +106,16 @@ class PythonTransport : public Transport {
   }
 
  private:
+  [[noreturn]] static void raise_dead(const PythonError& failure) {
+    failure.restore();
+    const py::error_already_set error;
+    const py::object dead = py::module_::import("gpucomm.errors").attr("dead_since")(error.value());
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(dead.ptr())), dead.ptr());
+    throw py::error_already_set();
+  }
+
   std::string interrupted_by_;
+  std::optional<PythonError> failure_;  // raised by the start of an operation
 };
 
 py::buffer_info memory_buffer(Memory& memory) {

@@ -7,6 +7,9 @@ namespace gpucomm {
 PeerFailed::PeerFailed(int rank, const std::string& reason)
     : CommError("rank " + std::to_string(rank) + " failed: " + reason), rank(rank), reason(reason) {}
 
+PeerFailed::PeerFailed(const std::string& message, const PeerFailed& earlier)
+    : CommError(message), rank(earlier.rank), reason(earlier.reason) {}
+
 static std::string timeout_text(const std::vector<int>& missing, double timeout_s, const std::string& what) {
   char seconds[32];
   std::snprintf(seconds, sizeof seconds, "%g s", timeout_s);
@@ -15,6 +18,9 @@ static std::string timeout_text(const std::vector<int>& missing, double timeout_
 
 CommTimeout::CommTimeout(std::vector<int> missing_ranks, double timeout_s, const std::string& what)
     : CommError(timeout_text(missing_ranks, timeout_s, what)), missing(std::move(missing_ranks)) {}
+
+CommTimeout::CommTimeout(const std::string& message, const CommTimeout& earlier)
+    : CommError(message), missing(earlier.missing) {}
 
 void throw_internal(const char* expression, const std::string& values, const char* file, int line) {
   throw InternalError(std::string("gpucomm internal error, please report: ") + expression + " is false (" + values +

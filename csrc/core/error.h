@@ -29,6 +29,7 @@ class StepFailed : public CommError {
 class PeerFailed : public CommError {
  public:
   PeerFailed(int rank, const std::string& reason);
+  PeerFailed(const std::string& message, const PeerFailed& earlier);
   int rank;  // as Transport::global_rank gives it
   std::string reason;
 };
@@ -37,6 +38,7 @@ class PeerFailed : public CommError {
 class CommTimeout : public CommError {
  public:
   CommTimeout(std::vector<int> missing, double timeout_s, const std::string& what);
+  CommTimeout(const std::string& message, const CommTimeout& earlier);
   std::vector<int> missing;  // as Transport::global_rank gives them
 };
 

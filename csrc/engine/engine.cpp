@@ -71,6 +71,7 @@ void Engine::replace_memory(size_t index, Memory memory) {
 void Engine::arm() {
   GPUCOMM_ASSERT(mode_ == Mode::kIdle, "arm inside a backward");
   mode_ = Mode::kReduce;
+  adopt_thread();
   ++iteration_;
   launched_ = 0;
   reduced_ = 0;

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <thread>
 #include <vector>
 
 #include "core/stream.h"
@@ -57,8 +58,17 @@ class Engine {
   // Moves one bucket to other memory of the same size. Only between iterations.
   void replace_memory(size_t bucket, Memory memory);
 
-  void arm_local() { mode_ = Mode::kLocal; }
+  void arm_local() {
+    mode_ = Mode::kLocal;
+    adopt_thread();
+  }
   void arm();
+
+  // Whether this is the thread on which the backward was seen last. It may move to another, but two backwards at once
+  // on two threads would mix their gradients: the caller has to tell them apart, and to adopt the thread if it may go
+  // on there.
+  bool on_its_thread() const { return thread_ == std::this_thread::get_id(); }
+  void adopt_thread() { thread_ = std::this_thread::get_id(); }
 
   // The gradient of `parameter` is complete in this backward and lies at `grad`, contiguous in the slot's element
   // order, in `grad_dtype`. Copies it into the slot; the caller may free it on return. Never blocks.
@@ -123,6 +133,7 @@ class Engine {
   size_t piece_bytes_;
 
   Mode mode_ = Mode::kIdle;
+  std::thread::id thread_;
   uint64_t iteration_ = 0;
   uint64_t layout_hash_ = 0;
   std::vector<Slot> slots_;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <system_error>
 
 #include "kernels/kernels.h"
 
@@ -16,6 +17,9 @@ constexpr size_t kShortShareBytes = 16 * 1024;
 // All contributions of an all_reduce together: up to here every rank reads them all, above it is cheaper to share the
 // work and wait once more (P = 4, 8 on 2 cores: equal at 64 KiB).
 constexpr size_t kGatherBytes = 64 * 1024;
+
+// Stands for no timeout at all: 30 years, which nanoseconds of 64 bits hold.
+constexpr double kLongestS = 1e9;
 
 int64_t now_ns() {
   timespec now;
@@ -67,7 +71,7 @@ Collectives::Collectives(const ShmOptions& options)
       blocks_(blocks_of(world_)),
       rank_(options.rank),
       size_(options.size),
-      timeout_s_(options.timeout_s),
+      timeout_s_(std::min(options.timeout_s, kLongestS)),
       own_(*blocks_[static_cast<size_t>(options.rank)]),
       counters_(blocks_, rank_),
       failures_(blocks_, rank_, options.global_ranks, options.timeout_s),
@@ -84,13 +88,24 @@ Collectives::Collectives(const ShmOptions& options)
   copy_limit_ = size_ > available_cores() ? 4096 : 0;
 }
 
+void Collectives::refuse_in_child() const {
+  if (fork_guard_.forked()) {
+    throw UsageError("this process was forked from one that takes part in a group: a child cannot take its place");
+  }
+}
+
+void Collectives::ensure_usable_anew() {
+  refuse_in_child();
+  failures_.check_before_use();
+}
+
 void Collectives::ensure_usable() {
-  if (fork_guard_.forked()) throw UsageError("this transport belongs to the process that was forked, not to its child");
+  refuse_in_child();  // it may have been forked in the middle of a wait, by a signal's handler
   failures_.check();
 }
 
 Memory Collectives::allocate(size_t bytes) {
-  ensure_usable();
+  ensure_usable_anew();
   return heap_->allocate(bytes);
 }
 
@@ -115,7 +130,7 @@ void Collectives::grow() {
 }
 
 uint64_t Collectives::begin(const Collective& collective) {
-  ensure_usable();
+  ensure_usable_anew();
   if (begun_ - completed_ == operations_.size()) grow();
   Operation& next = operation(++begun_);
   next.collective = collective;
@@ -293,12 +308,24 @@ bool Collectives::do_share(uint64_t number) {
   return true;
 }
 
+// Where this process has a part of rank's region.
+std::byte* Collectives::shared(int rank, uint64_t offset, size_t bytes) {
+  if (offset + bytes <= world_.layout.heap_offset) return world_.ranks[rank].base + offset;
+  try {
+    return world_.ranks[rank].region->reach(offset, bytes);
+  } catch (const std::system_error& error) {
+    failures_.abort(error.what());  // it cannot do its part, which peers wait for
+    failures_.check();
+    throw;
+  }
+}
+
 // Where this process reads what rank contributes.
 const std::byte* Collectives::contribution(int rank, uint64_t number) {
   if (rank == rank_) return static_cast<const std::byte*>(operation(number).collective.in);
   const Descriptor& descriptor = this->descriptor(rank, number);
   if (descriptor.place == Place::kInline) return descriptor.payload;
-  return world_.ranks[rank].base + descriptor.offset;
+  return shared(rank, descriptor.offset, contribution_bytes(operation(number).collective, size_));
 }
 
 // Reduces numel elements that start skip_bytes into every source, to the first of destinations_.
@@ -335,9 +362,9 @@ void Collectives::push(uint64_t number) {
   if (numel == 0) return;
   const size_t skip_bytes = begin * size_of(op.collective.dtype);
   for (int rank = 0; rank < size_; ++rank) {
-    std::byte* shared = world_.ranks[rank].base + descriptor(rank, number).offset;
-    sources_[rank] = shared;
-    destinations_[rank] = shared + skip_bytes;
+    std::byte* whole = shared(rank, descriptor(rank, number).offset, contribution_bytes(op.collective, size_));
+    sources_[rank] = whole;
+    destinations_[rank] = whole + skip_bytes;
   }
   reduce(op, skip_bytes, size_, numel);
 }
@@ -389,7 +416,7 @@ bool Collectives::misses(int rank) const {
 }
 
 void Collectives::examine(bool slice_over) {
-  failures_.check();
+  ensure_usable();
   bool any_missing = false;
   for (int rank = 0; rank < size_; ++rank) {
     if (!misses(rank)) continue;

@@ -62,7 +62,9 @@ class Collectives final : private Waiter::Watch {
   Descriptor& descriptor(int rank, uint64_t number) const { return blocks_[rank]->ring[number % kRingSize]; }
   void grow();
   void step();  // progress() without the bell
+  void refuse_in_child() const;
   void ensure_usable();
+  void ensure_usable_anew();  // before a new operation
 
   void publish_pending();
   Place place_contribution(uint64_t number, const Collective& collective, Descriptor& descriptor);
@@ -74,6 +76,7 @@ class Collectives final : private Waiter::Watch {
   void gather(uint64_t number);
   void push(uint64_t number);
   void complete_pending();
+  std::byte* shared(int rank, uint64_t offset, size_t bytes);
   const std::byte* contribution(int rank, uint64_t number);
   void reduce(const Operation& operation, size_t skip_bytes, int destinations, size_t numel);
 

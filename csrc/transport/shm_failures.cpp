@@ -45,7 +45,22 @@ void Failures::alarm_everybody() noexcept {
   }
 }
 
-void Failures::rethrow() const {
+void Failures::check_before_use() {
+  if (!told_) return check();
+  const std::string dead = "this communicator is dead since an earlier operation: ";
+  try {
+    rethrow();
+  } catch (const PeerFailed& error) {
+    throw PeerFailed(dead + error.what(), error);
+  } catch (const CommTimeout& error) {
+    throw CommTimeout(dead + error.what(), error);
+  } catch (const CollectiveMismatch& error) {
+    throw CollectiveMismatch(dead + error.what());
+  }
+}
+
+void Failures::rethrow() {
+  told_ = true;
   const FailureRecord& record = blocks_[rank_]->failure;
   const std::vector<int> culprits = culprits_of(record, static_cast<int>(blocks_.size()));
   switch (record.kind) {
@@ -97,6 +112,8 @@ void Failures::mismatch(const std::string& difference) {
   rethrow();
 }
 
-void Failures::abort(const std::string& reason) noexcept { record(FailureKind::kAborted, {}, reason); }
+void Failures::abort(const std::string& reason) noexcept {
+  if (!fork_guard_.forked()) record(FailureKind::kAborted, {}, reason);
+}
 
 }  // namespace gpucomm::shm

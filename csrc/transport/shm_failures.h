@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "transport/fork_guard.h"
 #include "transport/shm_layout.h"
 
 namespace gpucomm::shm {
@@ -21,20 +22,22 @@ class Failures {
     // Acquire: partner is the release in alarm_everybody(); the failure that it announces is visible then.
     if (blocks_[rank_]->failure.alarm.load(std::memory_order_acquire) != 0) adopt();
   }
+  // The same before a new operation: one who was told already is told that this transport is dead, and of what.
+  void check_before_use();
   bool failed() const { return blocks_[rank_]->failure.alarm.load(std::memory_order_acquire) != 0; }
 
   // Each records (unless there is a failure already), alarms everybody and throws what is recorded.
   [[noreturn]] void peer_failed(int culprit, const std::string& reason);
   [[noreturn]] void timed_out(const std::vector<int>& missing, const std::string& what);
   [[noreturn]] void mismatch(const std::string& difference);
-  // Any thread; does not throw.
+  // Any thread; does not throw. Nothing in a forked child, which does not speak for its parent.
   void abort(const std::string& reason) noexcept;
 
   int global(int rank) const { return global_ranks_.empty() ? rank : global_ranks_[static_cast<size_t>(rank)]; }
 
  private:
   void adopt();
-  [[noreturn]] void rethrow() const;
+  [[noreturn]] void rethrow();
   void alarm_everybody() noexcept;
   void record(FailureKind kind, const std::vector<int>& culprits, const std::string& reason) noexcept;
 
@@ -42,7 +45,9 @@ class Failures {
   int rank_;
   std::vector<int> global_ranks_;
   double timeout_s_;
-  std::mutex mutex_;  // an abort from another thread
+  bool told_ = false;  // this rank's failure was thrown
+  std::mutex mutex_;   // an abort from another thread
+  ForkGuard fork_guard_;
 };
 
 }  // namespace gpucomm::shm

@@ -1,5 +1,6 @@
 #include "transport/shm_handshake.h"
 
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -37,10 +38,14 @@ void copy_text(char (&to)[N], const std::string& from) {
   std::memset(to + length, 0, N - length);
 }
 
-// Memory of the machine, bounded so that the maps of all ranks fit into half of a 47-bit address space.
-size_t default_heap_bytes(int size) {
+// Memory of the machine, bounded so that hundreds of heaps fit into a 47-bit address space; a sixteenth of that where
+// it has a limit (ulimit -v), which is for everything else too.
+size_t default_heap_bytes() {
   const size_t memory = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  return std::min(memory, (size_t{1} << 46) / static_cast<size_t>(size));
+  const size_t heap = std::min(memory, size_t{256} << 30);
+  rlimit limit{};
+  if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return heap;
+  return std::min<size_t>(heap, limit.rlim_cur / 16);
 }
 
 class Handshake {
@@ -90,7 +95,7 @@ Hello Handshake::introduce() {
   copy_text(hello.boot, boot_id());
   copy_text(hello.pid_namespace, pid_namespace());
   layout_ = hello.layout = Layout::of(options_.size, options_.slot_bytes, options_.piece_bytes);
-  const size_t heap = aligned(options_.heap_bytes != 0 ? options_.heap_bytes : default_heap_bytes(options_.size));
+  const size_t heap = aligned(options_.heap_bytes != 0 ? options_.heap_bytes : default_heap_bytes());
   try {
     own_ = SharedRegion::create(kind_, layout_.heap_offset + heap, layout_.heap_offset);
     auto* block = new (own_->base()) ControlBlock;
@@ -130,9 +135,10 @@ std::shared_ptr<SharedRegion> Handshake::open(const Hello& hello) const {
   if (hello.pid == getpid()) {
     if (auto region = SharedRegion::find_own(hello.nonce)) return region;
   }
-  if (kind_ == RegionKind::kPosix) return SharedRegion::open_posix(hello.region_bytes, hello.nonce);
+  if (kind_ == RegionKind::kPosix)
+    return SharedRegion::open_posix(hello.region_bytes, layout_.heap_offset, hello.nonce);
   return SharedRegion::open_memfd(static_cast<pid_t>(hello.pid), static_cast<int>(hello.fd), hello.region_bytes,
-                                  hello.nonce);
+                                  layout_.heap_offset, hello.nonce);
 }
 
 std::string Handshake::open_peers() {

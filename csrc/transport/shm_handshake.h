@@ -23,7 +23,8 @@ struct ShmOptions {
   ByteExchange exchange = {};    // used by the constructor alone; not needed for size 1
   // kMemfd: try memfds, then POSIX shared memory; kPosix: the latter at once.
   RegionKind kind = RegionKind::kMemfd;
-  // Address space for allocate(); 0: as much as the machine has memory. Pages are taken only when touched.
+  // Address space for allocate(); 0: as much as the machine has memory, within bounds. Pages are taken only when
+  // touched.
   size_t heap_bytes = 0;
   size_t slot_bytes = 0;  // 0: chosen for the world size, as the next
   size_t piece_bytes = 0;

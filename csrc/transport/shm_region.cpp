@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
@@ -10,10 +11,15 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <set>
 #include <system_error>
+#include <utility>
 
 namespace gpucomm {
 namespace {
+
+// Of a peer's heap, mapped at once.
+constexpr size_t kFirstHeapBytes = size_t{1} << 20;
 
 // Granularity of blocks: Memory promises 4096, and pages are given back whole.
 size_t page_bytes() {
@@ -38,6 +44,17 @@ OwnRegions& own_regions() {
   return *regions;
 }
 
+// All that this process has mapped, for a child that it forks. [Note: forked children]
+struct MappedRegions {
+  std::mutex mutex;
+  std::set<SharedRegion*> regions;
+};
+
+MappedRegions& mapped_regions() {
+  static MappedRegions* const mapped = new MappedRegions;
+  return *mapped;
+}
+
 }  // namespace
 
 Nonce Nonce::random() {
@@ -56,15 +73,78 @@ std::string Nonce::hex() const {
 SharedRegion::SharedRegion(RegionKind kind, int fd, size_t bytes) : kind_(kind), fd_(fd), bytes_(bytes) {}
 
 SharedRegion::~SharedRegion() {
-  if (base_ != nullptr) munmap(base_, bytes_);
+  if (base_ != nullptr) {
+    MappedRegions& mapped = mapped_regions();
+    const std::lock_guard lock(mapped.mutex);
+    mapped.regions.erase(this);
+    munmap(base_, mapped_);
+    if (heap_.address != nullptr) munmap(heap_.address, heap_.bytes);
+  }
   if (fd_ >= 0) close(fd_);
   if (named_ && !fork_guard_.forked()) unlink();
 }
 
-void SharedRegion::map() {
-  void* address = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, 0);
-  if (address == MAP_FAILED) throw_errno("mmap of " + std::to_string(bytes_) + " shared bytes");
+void SharedRegion::map(size_t bytes) {
+  // The lock is held over the fork, so that the child finds the set as it is and every mapping in it.
+  static const int registered =
+      pthread_atfork([] { mapped_regions().mutex.lock(); }, [] { mapped_regions().mutex.unlock(); }, &part_from_parent);
+  if (registered != 0) throw std::system_error(registered, std::generic_category(), "pthread_atfork");
+  MappedRegions& mapped = mapped_regions();
+  const std::lock_guard lock(mapped.mutex);
+  mapped.regions.insert(this);
+  void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, 0);
+  if (address == MAP_FAILED) {
+    const int error = errno;
+    mapped.regions.erase(this);
+    throw std::system_error(error, std::generic_category(), "mmap of " + std::to_string(bytes) + " shared bytes");
+  }
   base_ = static_cast<std::byte*>(address);
+  mapped_ = bytes;
+}
+
+void SharedRegion::map_heap(size_t offset) {
+  if (offset == bytes_) return;
+  const size_t bytes = std::min(bytes_ - offset, kFirstHeapBytes);
+  const std::lock_guard lock(mapped_regions().mutex);
+  void* address =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, static_cast<off_t>(offset));
+  if (address == MAP_FAILED) throw_errno("mmap of " + std::to_string(bytes) + " shared bytes");
+  heap_ = {static_cast<std::byte*>(address), offset, bytes};
+}
+
+// The file stays closed: a mapping of it can be made longer, for which it may have to move.
+void SharedRegion::grow_heap(size_t end) {
+  GPUCOMM_ASSERT(end <= bytes_ && heap_.address != nullptr, std::to_string(end) + " of " + std::to_string(bytes_));
+  const std::lock_guard lock(mapped_regions().mutex);
+  const size_t page = page_bytes();
+  const size_t needed = (end - heap_.offset + page - 1) / page * page;
+  size_t bytes = std::min(bytes_ - heap_.offset, std::max(needed, 2 * heap_.bytes));
+  void* address = mremap(heap_.address, heap_.bytes, bytes, MREMAP_MAYMOVE);
+  if (address == MAP_FAILED && bytes > needed) {
+    bytes = needed;
+    address = mremap(heap_.address, heap_.bytes, bytes, MREMAP_MAYMOVE);
+  }
+  if (address == MAP_FAILED) throw_errno("mapping " + std::to_string(bytes) + " bytes of a peer's shared memory");
+  heap_ = {static_cast<std::byte*>(address), heap_.offset, bytes};
+}
+
+// In a forked child, which may call nothing that takes a lock or memory. [Note: forked children]
+void SharedRegion::part_from_parent() noexcept {
+  MappedRegions& mapped = mapped_regions();
+  constexpr int kFlags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
+  const auto replace = [](void* address, size_t bytes, int fd, off_t offset) {
+    const int flags = fd >= 0 ? kFlags : kFlags | MAP_ANONYMOUS;
+    if (mmap(address, bytes, PROT_READ | PROT_WRITE, flags, fd, offset) == MAP_FAILED) {
+      // Where memory may not be overcommitted: no memory at all, rather than the parent's.
+      mmap(address, bytes, PROT_NONE, kFlags | MAP_ANONYMOUS, -1, 0);
+    }
+  };
+  for (SharedRegion* region : mapped.regions) {
+    replace(region->base_, region->mapped_, region->fd_, 0);
+    const View& heap = region->heap_;
+    if (heap.address != nullptr) replace(heap.address, heap.bytes, region->fd_, static_cast<off_t>(heap.offset));
+  }
+  mapped.mutex.unlock();
 }
 
 std::shared_ptr<SharedRegion> SharedRegion::create(RegionKind kind, size_t bytes, size_t committed_bytes) {
@@ -78,7 +158,7 @@ std::shared_ptr<SharedRegion> SharedRegion::create(RegionKind kind, size_t bytes
   region->named_ = !memfd;
   if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) throw_errno("ftruncate to " + std::to_string(bytes) + " bytes");
   region->commit(0, committed_bytes);
-  region->map();
+  region->map(bytes);
   std::memcpy(region->base_, &nonce, sizeof nonce);
   OwnRegions& own = own_regions();
   const std::lock_guard lock(own.mutex);
@@ -107,24 +187,27 @@ static void require_size(int fd, size_t bytes, const std::string& path) {
   }
 }
 
-std::shared_ptr<SharedRegion> SharedRegion::open_memfd(pid_t pid, int fd, size_t bytes, const Nonce& nonce) {
+std::shared_ptr<SharedRegion> SharedRegion::open_memfd(pid_t pid, int fd, size_t bytes, size_t heap_offset,
+                                                       const Nonce& nonce) {
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
   const int opened = open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   if (opened < 0) throw_errno("open " + path);
   std::shared_ptr<SharedRegion> region(new SharedRegion(RegionKind::kMemfd, opened, bytes));
   require_size(opened, bytes, path);
-  region->map();
-  region->seal();
+  region->map(heap_offset);
+  region->map_heap(heap_offset);
+  close(std::exchange(region->fd_, -1));
   return verified(std::move(region), path, nonce);
 }
 
-std::shared_ptr<SharedRegion> SharedRegion::open_posix(size_t bytes, const Nonce& nonce) {
+std::shared_ptr<SharedRegion> SharedRegion::open_posix(size_t bytes, size_t heap_offset, const Nonce& nonce) {
   const std::string name = posix_name(nonce);
   const int opened = shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0600);
   if (opened < 0) throw_errno("shm_open " + name);
   std::shared_ptr<SharedRegion> region(new SharedRegion(RegionKind::kPosix, opened, bytes));
   require_size(opened, bytes, name);
-  region->map();
+  region->map(heap_offset);
+  region->map_heap(heap_offset);
   return verified(std::move(region), name, nonce);
 }
 
@@ -142,10 +225,6 @@ void SharedRegion::unlink() noexcept {
 
 void SharedRegion::seal() noexcept {
   if (named_) unlink();
-  if (kind_ == RegionKind::kMemfd && fd_ >= 0) {
-    close(fd_);
-    fd_ = -1;
-  }
 }
 
 void SharedRegion::commit(size_t offset, size_t bytes) {

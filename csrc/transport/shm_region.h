@@ -1,9 +1,14 @@
 // One stretch of memory shared between processes, and the heap inside it that allocate() serves.
 //
 // A region is a memfd: it has no name, so nothing is left behind however its processes end. Peers open it through
-// /proc/<pid>/fd/<n> and prove by a nonce that they got the right one. It is sparse: address space for as much as may
-// ever be needed is mapped once, pages come when they are touched and go when a block is released. So peers need no
-// further handshake for memory allocated later.
+// /proc/<pid>/fd/<n> and prove by a nonce that they got the right one. It is sparse: its maker maps as much as may ever
+// be needed, pages come when they are touched and go when a block is released. Its peers map the part before the heap,
+// and of the heap what they had to reach so far: growing that takes no further handshake, and address space is left for
+// many communicators.
+//
+// [Note: forked children] A child inherits the mappings, so whatever it wrote there (a gradient, a counter, a failure)
+// would reach its parent's group. The moment it is forked it therefore trades them: its own region for a private
+// copy-on-write view, which holds what the parent had, and its peers' for empty memory.
 #pragma once
 
 #include <sys/types.h>
@@ -36,9 +41,11 @@ class SharedRegion {
  public:
   // A new region, zero-filled, of which the first committed_bytes are backed by memory at once.
   static std::shared_ptr<SharedRegion> create(RegionKind kind, size_t bytes, size_t committed_bytes);
-  // The region of a peer. nonce: what the peer said; compared with what lies in the region's first bytes.
-  static std::shared_ptr<SharedRegion> open_memfd(pid_t pid, int fd, size_t bytes, const Nonce& nonce);
-  static std::shared_ptr<SharedRegion> open_posix(size_t bytes, const Nonce& nonce);
+  // The region of a peer, of which the heap begins at heap_offset. nonce: what the peer said; compared with what lies
+  // in the region's first bytes.
+  static std::shared_ptr<SharedRegion> open_memfd(pid_t pid, int fd, size_t bytes, size_t heap_offset,
+                                                  const Nonce& nonce);
+  static std::shared_ptr<SharedRegion> open_posix(size_t bytes, size_t heap_offset, const Nonce& nonce);
   // The region that this process itself created under the nonce (threads as ranks): they share one mapping. Null if
   // none.
   static std::shared_ptr<SharedRegion> find_own(const Nonce& nonce);
@@ -47,12 +54,20 @@ class SharedRegion {
   SharedRegion(const SharedRegion&) = delete;
   SharedRegion& operator=(const SharedRegion&) = delete;
 
+  // Where the part before the heap lies; in the process that made the region, all of it.
   std::byte* base() const { return base_; }
   size_t bytes() const { return bytes_; }
+  // Where [offset, offset + bytes) lies, which is within the heap or before it. What was returned for the heap before
+  // may have moved.
+  std::byte* reach(size_t offset, size_t bytes) {
+    if (offset + bytes <= mapped_) return base_ + offset;
+    if (offset + bytes > heap_.offset + heap_.bytes) grow_heap(offset + bytes);
+    return heap_.address + (offset - heap_.offset);
+  }
   const Nonce& nonce() const { return nonce_; }
   int fd() const { return fd_; }
 
-  // All peers have mapped it: drops the name and, for a memfd, the descriptor. Idempotent.
+  // All peers have mapped it: drops the name. Idempotent.
   void seal() noexcept;
   // Backs a range with memory now, so that a full /dev/shm is an error here and no SIGBUS later.
   void commit(size_t offset, size_t bytes);
@@ -61,13 +76,24 @@ class SharedRegion {
 
  private:
   SharedRegion(RegionKind kind, int fd, size_t bytes);
-  void map();
+  // A part of it that a peer mapped.
+  struct View {
+    std::byte* address = nullptr;
+    size_t offset = 0;
+    size_t bytes = 0;
+  };
+  void map(size_t bytes);
+  void map_heap(size_t offset);
+  void grow_heap(size_t end);
   void unlink() noexcept;
+  static void part_from_parent() noexcept;
 
   RegionKind kind_;
   int fd_;
   size_t bytes_;
   std::byte* base_ = nullptr;
+  size_t mapped_ = 0;  // at base_
+  View heap_;          // of a peer's region
   Nonce nonce_;
   bool named_ = false;
   ForkGuard fork_guard_;

@@ -32,6 +32,7 @@ struct Collective {
   int root = 0;                  // broadcast
   // Elements on the smaller side. all_reduce, broadcast: of `out`, which is also the input (in == out).
   // reduce_scatter: `in` holds size * numel, `out` numel. all_gather: `in` numel, `out` size * numel. barrier: 0.
+  // Of these two the smaller side may be this rank's part of the larger; apart from that they do not overlap.
   size_t numel = 0;
   // Multiplies each rank's contribution before a floating sum (see kernels.h). 1 unless transport.scales_in_reduce().
   double scale = 1.0;
@@ -70,7 +71,7 @@ class Transport {
 
  protected:
   // Checks what no transport accepts: null pointers with numel > 0, a root outside the group, scale on
-  // integers, an all_reduce that is not in place.
+  // integers, an all_reduce that is not in place, input and output that overlap elsewhere than in this rank's own part.
   void check(const Collective& collective) const;
 
  private:

@@ -97,13 +97,13 @@ TEST_P(ShmMismatch, IsNamedAlikeOnEveryRank) {
     try {
       transport->run(c, stream);
     } catch (const CollectiveMismatch& first) {
-      // Dead from then on: the same again, at once.
+      // Dead from then on: the same again, at once, and that it is dead.
       InlineStream other;
       try {
         transport->start(c, other);
         ADD_FAILURE() << "start() on a dead transport";
       } catch (const CollectiveMismatch& second) {
-        EXPECT_STREQ(first.what(), second.what());
+        EXPECT_EQ(std::string("this communicator is dead since an earlier operation: ") + first.what(), second.what());
       }
       throw;
     }
@@ -371,6 +371,8 @@ TEST(ShmMemory, AForkedChildLeavesItsParentAlone) {
       } catch (const UsageError&) {
         refused = true;
       }
+      std::fill(x, x + 2000, 99.0f);  // to a copy of its own
+      transport->abort("a child does not speak for its parent");
       memory = {};
       transport.reset();
       _exit(refused ? 0 : 1);
@@ -378,6 +380,7 @@ TEST(ShmMemory, AForkedChildLeavesItsParentAlone) {
     int status = 0;
     waitpid(child, &status, 0);
     if (status != 0) throw std::runtime_error("the child could use the transport");
+    if (x[0] != static_cast<float>(rank + 1)) throw std::runtime_error("the child wrote to its parent's memory");
     InlineStream stream;
     for (int i = 0; i < 100; ++i) transport->run(all_reduce(x, 2000), stream);
     transport->run(all_reduce(x, 0), stream);

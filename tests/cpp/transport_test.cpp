@@ -391,6 +391,13 @@ TEST(ShmTransport, MistakesOfTheCallerLeaveItUsable) {
     c = shape_of(CollectiveKind::kBroadcast, 5, DType::kFloat32, ReduceOp::kSum, 2);
     c.out = a;
     EXPECT_THROW(transport.run(c, stream), UsageError);
+    for (const CollectiveKind kind : {CollectiveKind::kAllGather, CollectiveKind::kReduceScatter}) {
+      float whole[10] = {};
+      c = shape_of(kind, 5);
+      c.in = kind == CollectiveKind::kAllGather ? whole + 1 : whole;
+      c.out = kind == CollectiveKind::kAllGather ? whole : whole + 1;
+      EXPECT_THROW(transport.run(c, stream), UsageError);
+    }
     run_and_check(transport, Where::kHeap, shape_of(CollectiveKind::kAllReduce, 5));
   });
 }
