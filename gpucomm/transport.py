@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import sys
 import time
 from abc import abstractmethod
@@ -22,6 +23,7 @@ _SLICE = timedelta(milliseconds=200)
 _ROLL_CALL_S = 1.0
 # How what a rank says begins when it takes no further part.
 _GAVE_UP = "gave up"
+_LOST = re.compile(r"gave up for rank (\d+): (.*)", re.DOTALL)
 _CLOSED = "closed its transport"
 # How many transports each group has seen: construction is collective, so all ranks count alike.
 _transports_over: dict[str, int] = {}
@@ -159,7 +161,9 @@ class C10dTransport(Transport):
 
     def abort(self, reason: str) -> None:
         """Peers learn of it by the roll call; the group itself belongs to its maker and is left alone."""
-        self._answer_roll_call(f"{_GAVE_UP}: {reason}")
+        lost = self._failure if isinstance(self._failure, PeerFailed) else None
+        for_whom = f" for rank {lost.rank}: {lost.reason}" if lost else f": {reason}"
+        self._answer_roll_call(_GAVE_UP + for_whom)
         self._failure = self._failure or CommError(f"this rank gave up: {reason}")
 
     def _start(self, what: str, operation: Callable[[], dist.Work]) -> Handle:
@@ -223,11 +227,12 @@ class C10dTransport(Transport):
         return self._failure
 
     def _left(self, said: dict[int, str]) -> tuple[int, str] | None:
-        """The first peer that takes no further part, and its words."""
-        for rank, words in sorted(said.items()):
-            if rank != self.rank and words.startswith((_GAVE_UP, _CLOSED)):
-                return rank, words
-        return None
+        """The peer that takes no further part, and why: one that others gave up for, else the first that did."""
+        peers = {rank: words for rank, words in sorted(said.items()) if rank != self.rank}
+        for words in peers.values():
+            if (lost := _LOST.match(words)) and int(lost[1]) != self.global_rank(self.rank):
+                return self._global_ranks.index(int(lost[1])), lost[2]
+        return next(((r, words) for r, words in peers.items() if words.startswith((_GAVE_UP, _CLOSED))), None)
 
     def _peer_failed(self, rank: int, reason: str) -> PeerFailed:
         global_rank = self._global_ranks[rank]

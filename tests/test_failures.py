@@ -516,6 +516,21 @@ def test_a_child_that_is_forked_by_a_signal_in_the_middle_of_a_wait_does_no_harm
     run_ranks(body, 2)
 
 
+def test_a_peer_that_gave_up_for_a_dead_one_is_not_blamed():
+    def body(rank, world):
+        transport = C10dTransport(dist.group.WORLD, 30)
+        if rank == 2:
+            transport._failure = PeerFailed("rank 1 failed: no sign of life", 1, "no sign of life")
+            transport.abort("what the wrapper says")
+        dist.barrier()
+        if rank == 2:
+            return
+        left = transport._left(transport._heard(dist.distributed_c10d._get_process_group_store(dist.group.WORLD)))
+        assert left == ((1, "no sign of life") if rank == 0 else (2, "gave up for rank 1: no sign of life"))
+
+    run_ranks(body, 3)
+
+
 def two_barriers(comm):
     comm.barrier()  # where a slow rank may already hear what the other found in the next
     comm.barrier()

@@ -79,19 +79,22 @@ class PythonTransport : public Transport {
     }
     try {
       stream.enqueue(std::make_shared<PythonTask>(override(collective)));
-    } catch (const py::error_already_set& e) {
+    } catch (py::error_already_set& e) {
       // Started or not? Unless it was refused nobody knows, and starting it again could pair it with a peer's next one.
       const bool refused =
           e.matches(PyExc_TypeError) || e.matches(PyExc_ValueError) || e.matches(PyExc_NotImplementedError);
-      if (e.matches(py::module_::import("gpucomm.errors").attr("CommError"))) {
-        py::error_already_set(e).restore();
-        failure_.emplace(PythonError::fetch());
-        abort(py::str(e.value()));
+      const bool failed = e.matches(py::module_::import("gpucomm.errors").attr("CommError"));
+      const std::string type = py::str(e.type().attr("__name__")), text = py::str(e.value());
+      e.restore();
+      const PythonError error = PythonError::fetch();
+      if (failed) {
+        failure_.emplace(error);
+        abort(text);
       } else if (!refused) {
-        interrupted_by_ = py::str(e.type().attr("__name__"));
-        abort(interrupted_by_ + " interrupted the start of an operation");
+        interrupted_by_ = type;
+        abort(type + " interrupted the start of an operation");
       }
-      throw;
+      throw error;
     }
   }
 
