@@ -20,6 +20,7 @@ ARCHITECTURES = ("_x86", "_aarch64", "_avx2", "_avx512", "_f16c", "_neon")
 # Private members of torch that the package uses; all are in torch from 2.6 on. See there before you add one: members of
 # torch's DistributedDataParallel in particular come and go.
 TORCH_PRIVATE = {
+    "_world",
     "_C", "_allgather_base", "_assign_modules_buffers", "_cdata", "_current_graph_task_id", "_device_types",
     "_execution_engine", "_get_backend", "_get_process_group_store", "_inside_ddp_forward", "_parameters",
     "_post_accumulate_grad_hooks", "_timeout",
