@@ -10,7 +10,6 @@ from the verdict, which is the same on all of them.
 
 import _thread
 import os
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,26 +17,28 @@ from threading import get_ident
 from typing import NoReturn
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gpucomm import _core
 from gpucomm.backward import BackwardEnd, queue_at_outermost_end, starts_on_this_thread
-from gpucomm.buckets import BucketMemory, BucketPlan, ParameterSpec, allocate_buckets
+from gpucomm.buckets import BucketMemory, BucketPlan
 from gpucomm.communicator import Communicator
 from gpucomm.errors import CommError, CommTimeout, PeerFailed, StepFailed
+from gpucomm.hooks import Hooks
 from gpucomm.parameters import ParameterTable
 from gpucomm.second_round import SecondRound
+from gpucomm.sharing import claim, enlist
+from gpucomm.slots import Slots
 from gpucomm.transport import Transport
+from gpucomm.usage import Usage
 
 
 class Reducer:
-    """Owns the engine, the plan, the buckets and the hooks of the parameters of one wrapper.
+    """Owns the engine, the slots and the hooks of the parameters of one wrapper.
 
-    table: all parameters of the module, the same on every rank. caps: see BucketPlan.build.
+    table: all parameters of the module, the same on every rank. caps, plan: see Slots.
     piece_bytes: buckets are packed and reduced in pieces of this size, 0: each as a whole.
-    allow_unused: parameters without a gradient are no error. static_graph: which ones have none never changes.
+    allow_unused, static_graph: see Usage.
     comm: brings the transport; collectives of the wrapper and of the engine come in one order on its stream.
-    plan: a checked plan to use from the start and keep; else rebuilt once in the order in which gradients became ready.
     """
 
     def __init__(
@@ -58,64 +59,56 @@ class Reducer:
         self.names = table.names
         self.comm = comm
         self.transport = transport
-        self.caps = list(caps)
-        self.allow_unused = allow_unused
-        self.static_graph = static_graph
         self.trace = _core.Trace()
         self.engine = _core.Engine(transport, stream, self.trace, len(self.params), piece_bytes=piece_bytes)
-        self.plan_is_final = plan is not None
+        self.slots = Slots(self.params, self.engine, transport, caps, plan)
         self.sync_requested: Callable[[], bool] = lambda: True
 
-        self._plan_next(plan or self._registration_order_plan())
-        self._memories: list[BucketMemory] = []
-        self._views: list[torch.Tensor | None] = [None] * len(self.params)
+        self._usage = Usage(self.names, allow_unused=allow_unused, static_graph=static_graph)
         self._second_round = SecondRound()
         self._kept: dict[int, torch.Tensor] = {}  # .grad of parameters that nobody may have used this time
         self._backwards = 0  # since the last reduction, local ones too
         self._forwards = 0  # training forwards of the wrapper since then
         self._reduce_next: bool | None = None  # what the wrapper's last forward asked for
         self._owes_reduction = False  # one of the forwards since the last reduction asked for one
-        self._orphans: frozenset[int] = frozenset()  # while not active: parameters that the active wrapper lacks
+        self.orphans: frozenset[int] = frozenset()  # while not active: parameters that the active wrapper lacks
         self._witness = next(i for i, p in enumerate(self.params) if p.requires_grad)
         self._started_on: int | None = None  # the thread whose program called backward, as far as seen
         self._arming = False
         self._disturbed = False  # another thread's backward came into this one
         self._pid = os.getpid()
         self._failure: BaseException | None = None  # communication is broken for good
-        self._usage_error: str | None = None  # raised by the wrapper's next forward
         self._warnings: list[str] = []  # given once the iteration is complete
-        self._static_usage: list[int] | None = None
         self._warned_forwards = self._warned_graph = False
-        self._hooks: list[_core.GradHook] = []
-        self._handles: list[torch.utils.hooks.RemovableHandle | None] = []
-        self._attached_to = [0] * len(self.params)  # addresses of the tensors' insides, which swapping exchanges
-        self._apply_plan()
-        for index, param in enumerate(self.params):
-            self._hooks.append(self._make_hook(index))
-            self._handles.append(None)
-            self._attach_hook(index, param)
-        table.on_replace = _weakly(self, "_attach_hook")
+        self._hooks = Hooks(table, self._make_hook)
+        self._hooks.set_layouts(self.slots.views)
+        table.on_replace = _weakly(self, "_on_replaced_parameter")
         self.active = True
-        _claim(self)
-        _live.add(self)
+        enlist(self)
+        claim(self)
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The plan in force."""
+        return self.slots.plan
 
     # ---- forward
 
     def before_forward(self) -> None:
         """A forward of the wrapper with gradients enabled begins: raises what the iteration before left to say."""
         self._raise_failure()
-        if self._usage_error is not None:
-            raise RuntimeError(self._usage_error)
-        if not self._is_attached(self._witness):
-            self._attach_all()
+        if self._usage.error is not None:
+            raise RuntimeError(self._usage.error)
+        if not self._hooks.is_attached(self._witness):
+            self._hooks.attach_all()
         self.table.refresh()
         if not self.active:
-            _claim(self)
+            claim(self)
 
     def after_forward(self, reduce: bool) -> None:
         """It ended; `reduce` says whether the backward that follows is reduced (no_sync: it is not)."""
         if not self.active:
-            _claim(self)  # a wrapper inside this one took over meanwhile
+            claim(self)  # a wrapper inside this one took over meanwhile
         self._reduce_next = reduce
         self._owes_reduction = self._owes_reduction or reduce
         self._forwards += 1
@@ -146,8 +139,9 @@ class Reducer:
                 "place in the group; use the module of the wrapper in it, copied, or no_sync()"
             )
         if reduce:
-            self._apply_plan()
-            self._free_buckets()
+            if self.slots.apply_next():
+                self._hooks.set_layouts(self.slots.views)
+            self.slots.free()
         self._started_on = get_ident() if starts_on_this_thread() else None
         queue_at_outermost_end(BackwardEnd(self._on_backward_end, self._on_backward_aborted))
         self._backwards += 1
@@ -155,11 +149,6 @@ class Reducer:
             self.engine.arm()
         else:
             self.engine.arm_local()
-
-    def _plan_next(self, plan: BucketPlan | None) -> None:
-        """Has the plan applied when the next iteration is armed, for what the parameters are now, not then."""
-        self._next_plan = plan
-        self._next_specs = [ParameterSpec.of(p) for p in self.params]
 
     def _on_moved_gradient(self) -> None:
         """A gradient on another thread than those before it: autograd may go on there, or it is another backward."""
@@ -175,97 +164,19 @@ class Reducer:
         self._disturbed = True
         raise RuntimeError(_TWO_BACKWARDS_TEXT)
 
-    def _apply_plan(self) -> None:
-        plan, self._next_plan = self._next_plan, None
-        if plan is None:
-            return
-        self.plan, self._specs = plan, self._next_specs
-        self._memories = [
-            BucketMemory(bucket, memory, self._specs)
-            for bucket, memory in zip(plan.buckets, allocate_buckets(plan, self.transport), strict=True)
-        ]
-        self._set_plan()
-
-    def _set_plan(self) -> None:
-        buckets = [
-            (memory.memory, bucket.dtype, bucket.numel, [(s.parameter, s.offset, s.numel) for s in bucket.slots])
-            for bucket, memory in zip(self.plan.buckets, self._memories, strict=True)
-        ]
-        self.engine.set_plan(buckets, self.plan.layout_hash)
-        self._views = [None] * len(self.params)
-        self._bucket_of = {}
-        for index, (bucket, memory) in enumerate(zip(self.plan.buckets, self._memories, strict=True)):
-            for slot in bucket.slots:
-                self._views[slot.parameter] = memory.views.pop(slot.parameter)
-                self._bucket_of[slot.parameter] = index
-        for parameter, hook in enumerate(self._hooks):
-            if self._views[parameter] is not None:
-                hook.set_layout(self._views[parameter])
-
-    def _view(self, index: int) -> torch.Tensor:
-        view = self._views[index]
-        assert view is not None
-        return view
-
-    def _registration_order_plan(self) -> BucketPlan:
-        order = [i for i in reversed(range(len(self.params))) if self.params[i].requires_grad]
-        return BucketPlan.build([ParameterSpec.of(p) for p in self.params], order, self.caps)
-
-    def _free_buckets(self) -> None:
-        """Gives buckets new memory in which somebody still keeps a gradient, so that it is never overwritten."""
-        stale = {self._bucket_of[i] for i in _core.stale_views(self.engine, self.params, self._views, _GRAD_REFERENCES)}
-        stale.update(i for i, memory in enumerate(self._memories) if memory.aliased())
-        for index in stale:
-            bucket = self.plan.buckets[index]
-            memory = BucketMemory(bucket, self.transport.allocate(max(bucket.nbytes, 1)), self._specs)
-            self.engine.replace_memory(index, memory.memory)
-            for parameter in list(memory.views):
-                self._views[parameter] = memory.views.pop(parameter)
-            self._memories[index] = memory
-
     # ---- ready
 
     def _make_hook(self, index: int) -> _core.GradHook:
         first, moved = _weakly(self, "_on_first_gradient"), _weakly(self, "_on_moved_gradient")
-        hook = _core.make_grad_hook(self.engine, index, first, moved, _weakly(self, "_on_other_gradient"))
-        if self._views[index] is not None:
-            hook.set_layout(self._views[index])
-        return hook
+        return _core.make_grad_hook(self.engine, index, first, moved, _weakly(self, "_on_other_gradient"))
 
-    def _attach_hook(self, index: int, param: torch.nn.Parameter) -> None:
-        """Puts the hook of this index on a parameter, in place of the one that had it before."""
-        old, self._handles[index] = self._handles[index], None
-        if old is not None:
-            old.remove()
-        frozen = not param.requires_grad
-        if frozen and not (param.is_floating_point() or param.is_complex()):
-            return  # it can never have a gradient
-        if frozen:
-            param.requires_grad_(True)  # a hook can only be registered then
-        self._handles[index] = param.register_post_accumulate_grad_hook(self._hooks[index])
-        # Set again, because what was swapped into the object (torch.utils.swap_tensors) does not know of its hooks.
-        param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
-        self._attached_to[index] = param._cdata
-        if frozen:
-            param.requires_grad_(False)
-
-    def _is_attached(self, index: int) -> bool:
-        """Whether the hook of this index is on the object that the module has behind the name."""
-        is_same = self._handles[index] is None or self._attached_to[index] == self.params[index]._cdata
-        return is_same and self.table.is_in_place(index)
-
-    def _attach_all(self) -> None:
-        """Conversions may replace (or swap the insides of) all parameters without telling: then no hook is left."""
-        self.table.look_again()
-        self.table.refresh()
-        for index, param in enumerate(self.params):
-            if not self._is_attached(index):
-                self._attach_hook(index, param)
+    def _on_replaced_parameter(self, index: int, param: torch.nn.Parameter) -> None:
+        self._hooks.attach(index, param)
 
     @torch.no_grad()  # under create_graph=True gradients have a graph of their own, which must not reach the buckets
     def _on_other_gradient(self, index: int, param: torch.nn.Parameter) -> None:
         """A gradient that the hook could not simply pack."""
-        if index in self._orphans:
+        if index in self.orphans:
             raise RuntimeError(
                 f"parameter '{self.names[index]}' got a gradient, but another wrapper that shares parameters with its "
                 "wrapper ran the last forward and does not have this one: run backward before another wrapper's "
@@ -276,8 +187,8 @@ class Reducer:
             return  # not ours to reduce, or undefined: the parameter was not used
         if grad.layout != torch.strided:
             raise NotImplementedError(f"parameter '{self.names[index]}' has a {grad.layout} gradient")
-        view = self._views[index]
-        if view is not None and not engine.packed(index) and grad.shape == view.shape and grad.dtype == view.dtype:
+        view = self.slots.fitting_view(index, grad)
+        if view is not None and not engine.packed(index):
             view.copy_(grad)  # another layout in memory
             engine.mark_packed(index)
         else:
@@ -304,15 +215,15 @@ class Reducer:
             verdict = self._finish_engine(failed=self._disturbed)
             if not verdict.agreed:
                 self._resolve(verdict)
-            if not verdict.all_used or self.static_graph:
-                self._check_usage(verdict)
-            _core.install_views(self.engine, verdict, self.params, self._views)
+            if not verdict.all_used or self._usage.static_graph:
+                planned = [i for i in self.plan.parameters if self.slots.specs[i].numel > 0]
+                self._usage.check(verdict, planned, self.params, self.comm)
+            _core.install_views(self.engine, verdict, self.params, self.slots.views)
             for index, grad in self._kept.items():
                 if not verdict.is_used(index):
-                    self._view(index).copy_(grad)
-            if not self.plan_is_final and self._next_plan is None:
-                self._plan_next(self._plan_in_ready_order())
-                self.plan_is_final = True
+                    self.slots.view(index).copy_(grad)
+            if not self.slots.is_final and self.slots.next_plan is None:
+                self.slots.plan_ready_order(self.comm)
         except StepFailed:
             raise
         except BaseException as error:
@@ -330,16 +241,17 @@ class Reducer:
 
     def _complete_missing(self) -> None:
         missing = self.engine.missing()
-        if not all(map(self._is_attached, missing)):
-            detached = [index for index in missing if not self._is_attached(index)]
-            self._attach_all()
+        if not all(map(self._hooks.is_attached, missing)):
+            detached = [index for index in missing if not self._hooks.is_attached(index)]
+            self._hooks.attach_all()
             for index in detached:
                 if self.params[index].grad is not None:
-                    self._hooks[index](self.params[index])  # what autograd would have called
+                    self._hooks.call(index)
             missing = self.engine.missing()
         for index in missing:
-            grad, view = self.params[index].grad, self._view(index)
-            if grad is None or grad.shape != view.shape or grad.dtype != view.dtype:
+            grad = self.params[index].grad
+            view = self.slots.fitting_view(index, grad) if grad is not None else None
+            if grad is None or view is None:
                 self.engine.complete(index, None)
                 continue
             if grad.data_ptr() == view.data_ptr():
@@ -388,66 +300,18 @@ class Reducer:
         indices = verdict.second_round()
         if indices:
             self._second_round.run(self, indices)
-            self._plan_next(self._plan_with(indices))
+            self.slots.plan_for(indices)
 
     def add_mean(self, index: int, mean: torch.Tensor) -> None:
         """The second round's mean of a parameter: added to its slot, or its gradient where no slot fits."""
-        view = self._views[index]
-        if view is not None and view.shape == mean.shape and view.dtype == mean.dtype:
+        if (view := self.slots.fitting_view(index, mean)) is not None:
             view.add_(mean)
-        elif view is not None:
-            self._views[index] = mean.clone()  # installed in place of the slot's, which holds zeros of another kind
+        elif self.slots.views[index] is not None:
+            self.slots.views[index] = (
+                mean.clone()
+            )  # installed in place of the slot's, which holds zeros of another kind
         else:
             self.params[index].grad = mean.clone()
-
-    def _check_usage(self, verdict: _core.Verdict) -> None:
-        """Parameters that got no gradient on some rank: an error in the next forward unless that was announced.
-
-        Collective: one that is frozen on every rank is no error, one that is frozen on some is one on all of them.
-        """
-        if self.allow_unused and not self.static_graph:
-            return
-        used = set(verdict.used_by_all())
-        unused = [i for i in self.plan.parameters if i not in used and self._specs[i].numel > 0]
-        if unused:
-            trainable = self.comm.all_gather_bytes(bytes(self.params[i].requires_grad for i in unused))
-            unused = [i for i, flags in zip(unused, zip(*trainable, strict=True), strict=True) if any(flags)]
-        if self.static_graph:
-            if self._static_usage is None:
-                self._static_usage = unused
-            elif unused != self._static_usage:
-                changed = sorted(set(unused) ^ set(self._static_usage))
-                self._usage_error = (
-                    "Your training graph has changed in this iteration, while static_graph=True was set: these "
-                    f"parameters changed between having and not having a gradient: {self._names_of(changed)}"
-                )
-        elif unused:
-            self._usage_error = _UNUSED_TEXT.format(names=self._names_of(unused), indices=unused)
-
-    def _plan_in_ready_order(self) -> BucketPlan | None:
-        """The plan in the order in which rank 0's gradients became ready, the rest last; collective."""
-        order = torch.full((len(self.params),), -1, dtype=torch.int32)
-        ready = self.engine.ready_order
-        order[: len(ready)] = torch.tensor(ready, dtype=torch.int32)
-        self.comm.broadcast(order)
-        first = [i for i in order.tolist() if i >= 0]
-        seen = set(first)
-        rest = [i for i in self.plan.parameters if i not in seen]
-        plan = BucketPlan.build([ParameterSpec.of(p) for p in self.params], first + rest, self.caps)
-        return None if plan == self.plan else plan
-
-    def _plan_with(self, parameters: list[int]) -> BucketPlan | None:
-        """The plan in which these parameters have a slot that fits what they are now; None if they have one already.
-
-        Their shapes and dtypes were compared in the second round, so every rank comes to the same plan.
-        """
-        specs = [ParameterSpec.of(p) for p in self.params]
-        order = self.plan.parameters
-        present = set(order)
-        new = [i for i in parameters if i not in present]
-        if not new and all(self._specs[i].is_like(specs[i]) for i in parameters):
-            return None
-        return BucketPlan.build(specs, order + new, self.caps)
 
     def _on_backward_aborted(self, find_text: Callable[[], str]) -> None:
         """Backward raised on this rank: keep the peers company to the end of the iteration and tell them."""
@@ -476,14 +340,14 @@ class Reducer:
         self._reduce_next = None
         self._owes_reduction = False
 
-    # ---- failure, usage, end
+    # ---- failure, end
 
     def _break(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
             # A process group may still have an operation on the buckets under way, and no way to call it back.
             if isinstance(self.transport, Transport):
-                _abandoned.extend(self._memories)
+                _abandoned.extend(self.slots.memories)
             self.transport.abort(f"{type(error).__name__}: {error}")
 
     def _raise_failure(self) -> None:
@@ -501,23 +365,15 @@ class Reducer:
             self._raise_failure()
             raise RuntimeError("optimizer.step() inside backward, before its gradients are reduced")
 
-    def _names_of(self, indices: Sequence[int]) -> str:
-        return ", ".join(self.names[i] for i in indices)
-
     def close(self) -> None:
         """Takes the hooks off the parameters and lets go of the transport."""
-        self._detach_hooks()
+        self._hooks.detach()
         self.active = False
         self.comm.close()
 
     def __del__(self) -> None:
-        self._detach_hooks()
-
-    def _detach_hooks(self) -> None:
-        for handle in getattr(self, "_handles", ()):
-            if handle is not None:
-                handle.remove()
-        self._handles = [None] * len(getattr(self, "_handles", ()))
+        if (hooks := getattr(self, "_hooks", None)) is not None:  # construction may have failed before
+            hooks.detach()
 
 
 _MEANING = {
@@ -525,16 +381,6 @@ _MEANING = {
     "layout_hash": "the hash of the bucket plan",
     "backwards": "the number of backwards since the last reduction",
 }
-
-# Says what stock DDP says in this situation, so that what scripts and people look for is there, and then the names.
-_UNUSED_TEXT = (
-    "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that "
-    "your module has parameters that were not used in producing loss. You can enable unused parameter detection by "
-    "passing the keyword argument `find_unused_parameters=True` to DistributedDataParallel, and by making sure all "
-    "`forward` function outputs participate in calculating loss. Parameters which did not receive grad in the prior "
-    "iteration: {names}. Parameter indices which did not receive grad: {indices}. (The gradients of that iteration "
-    "were reduced over all ranks.)"
-)
 
 _TWO_BACKWARDS_TEXT = (
     "two backwards at once, on two threads, through one DistributedDataParallel: their gradients cannot be told apart. "
@@ -549,27 +395,6 @@ _CREATE_GRAPH_TEXT = (
 # Memory that outlives its wrapper, because something may still be written to it.
 _abandoned: list[BucketMemory] = []
 
-_live: weakref.WeakSet[Reducer] = weakref.WeakSet()
-
-
-def _claim(reducer: Reducer) -> None:
-    """Makes this the only active one among those that share parameters: the wrapper that ran the last forward."""
-    mine = set(map(id, reducer.params))
-    for other in _live:
-        if other is not reducer and any(id(p) in mine for p in other.params):
-            other.active = False
-            other._orphans = frozenset(i for i, p in enumerate(other.params) if id(p) not in mine)
-    reducer.active = True
-    reducer._orphans = frozenset()
-
-
-def _check_live(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    for reducer in _live:
-        reducer.check_before_step(optimizer)
-
-
-register_optimizer_step_pre_hook(_check_live)
-
 
 def _weakly(owner: Reducer, method: str) -> Callable:
     """The bound method without keeping its owner alive; does nothing once it is gone."""
@@ -581,14 +406,3 @@ def _weakly(owner: Reducer, method: str) -> Callable:
             getattr(target, method)(*args)
 
     return call
-
-
-def _count_grad_references() -> int:
-    """References a tensor gains by being some parameter's `.grad`: differs between versions of torch."""
-    param, grad = torch.nn.Parameter(torch.empty(1)), torch.empty(1)
-    before = sys.getrefcount(grad)
-    param.grad = grad
-    return sys.getrefcount(grad) - before
-
-
-_GRAD_REFERENCES = _count_grad_references()

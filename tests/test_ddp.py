@@ -679,7 +679,7 @@ def test_conversions_between_the_making_of_a_plan_and_its_use_are_reduced(period
         slots = {s.parameter: b.dtype for b in ours.reducer.plan.buckets for s in b.slots}
         complex_one = ours.reducer.names.index("2.weight")  # double() leaves it as it is
         assert slots == {i: "float32" if i == complex_one else "float64" for i in range(8)}
-        assert ours.reducer._next_plan is None
+        assert ours.reducer.slots.next_plan is None
 
     run_ranks(body, 2)
 

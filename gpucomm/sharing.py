@@ -1,0 +1,36 @@
+"""The reducers of the process among themselves: who reduces a shared parameter, and what an optimizer must not step."""
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+if TYPE_CHECKING:
+    from gpucomm.reducer import Reducer
+
+_live: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
+
+
+def enlist(reducer: "Reducer") -> None:
+    """Counts it among the reducers of the process for as long as it lives."""
+    _live.add(reducer)
+
+
+def claim(reducer: "Reducer") -> None:
+    """Makes this the only active one among those that share parameters: the wrapper that ran the last forward."""
+    mine = set(map(id, reducer.params))
+    for other in _live:
+        if other is not reducer and any(id(p) in mine for p in other.params):
+            other.active = False
+            other.orphans = frozenset(i for i, p in enumerate(other.params) if id(p) not in mine)
+    reducer.active = True
+    reducer.orphans = frozenset()
+
+
+def _check_live(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    for reducer in _live:
+        reducer.check_before_step(optimizer)
+
+
+register_optimizer_step_pre_hook(_check_live)

@@ -1,0 +1,142 @@
+"""Where gradients lie: the bucket plan in force, the buckets' memory, and each parameter's view of its slot.
+
+A new plan is made at the end of an iteration and comes into force when the next one is armed.
+"""
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from gpucomm import _core
+from gpucomm.buckets import BucketMemory, BucketPlan, ParameterSpec, allocate_buckets
+from gpucomm.communicator import Communicator
+
+
+class Slots:
+    """The slots of one wrapper's parameters, kept in step with the engine's.
+
+    params: a parameter for each index, the list of the table. caps: see BucketPlan.build. plan: a checked plan to use
+    from the start and keep; else one in registration order, to be followed by one in ready order.
+    """
+
+    def __init__(
+        self,
+        params: list[torch.nn.Parameter],
+        engine: _core.Engine,
+        transport: _core.Transport,
+        caps: Sequence[int],
+        plan: BucketPlan | None,
+    ) -> None:
+        self.is_final = plan is not None
+        self._params = params
+        self._engine = engine
+        self._transport = transport
+        self._caps = list(caps)
+        self.next_plan: BucketPlan | None = None
+        self._next_specs: list[ParameterSpec] = []
+        self.plan_next(plan or self._registration_order_plan())
+        self.apply_next()
+
+    # ---- the plan in force
+
+    def apply_next(self) -> bool:
+        """Lets a plan that waits come into force; True if there was one."""
+        plan, self.next_plan = self.next_plan, None
+        if plan is None:
+            return False
+        self.plan, self.specs = plan, self._next_specs
+        self.memories = [
+            BucketMemory(bucket, memory, self.specs)
+            for bucket, memory in zip(plan.buckets, allocate_buckets(plan, self._transport), strict=True)
+        ]
+        buckets = [
+            (memory.memory, bucket.dtype, bucket.numel, [(s.parameter, s.offset, s.numel) for s in bucket.slots])
+            for bucket, memory in zip(plan.buckets, self.memories, strict=True)
+        ]
+        self._engine.set_plan(buckets, plan.layout_hash)
+        self.views: list[torch.Tensor | None] = [None] * len(self._params)
+        self._bucket_of = {}
+        for index, (bucket, memory) in enumerate(zip(plan.buckets, self.memories, strict=True)):
+            for slot in bucket.slots:
+                self.views[slot.parameter] = memory.views.pop(slot.parameter)
+                self._bucket_of[slot.parameter] = index
+        return True
+
+    def view(self, index: int) -> torch.Tensor:
+        """The view of a parameter that has a slot."""
+        view = self.views[index]
+        assert view is not None
+        return view
+
+    def fitting_view(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
+        """The view of the slot, if there is one and it takes this gradient."""
+        view = self.views[index]
+        fits = view is not None and grad.shape == view.shape and grad.dtype == view.dtype
+        return view if fits else None
+
+    def free(self) -> None:
+        """Gives buckets new memory in which somebody still keeps a gradient, so that it is never overwritten."""
+        stale = {
+            self._bucket_of[i] for i in _core.stale_views(self._engine, self._params, self.views, _GRAD_REFERENCES)
+        }
+        stale.update(i for i, memory in enumerate(self.memories) if memory.aliased())
+        for index in stale:
+            bucket = self.plan.buckets[index]
+            memory = BucketMemory(bucket, self._transport.allocate(max(bucket.nbytes, 1)), self.specs)
+            self._engine.replace_memory(index, memory.memory)
+            for parameter in list(memory.views):
+                self.views[parameter] = memory.views.pop(parameter)
+            self.memories[index] = memory
+
+    # ---- the next one
+
+    def plan_next(self, plan: BucketPlan | None) -> None:
+        """Has the plan applied when the next iteration is armed, for what the parameters are now, not then."""
+        self.next_plan = plan
+        self._next_specs = self._specs_now()
+
+    def plan_ready_order(self, comm: Communicator) -> None:
+        """Plans in the order in which rank 0's gradients became ready, the rest last, for good; collective."""
+        order = torch.full((len(self._params),), -1, dtype=torch.int32)
+        ready = self._engine.ready_order
+        order[: len(ready)] = torch.tensor(ready, dtype=torch.int32)
+        comm.broadcast(order)
+        first = [i for i in order.tolist() if i >= 0]
+        seen = set(first)
+        rest = [i for i in self.plan.parameters if i not in seen]
+        plan = BucketPlan.build(self._specs_now(), first + rest, self._caps)
+        self.plan_next(None if plan == self.plan else plan)
+        self.is_final = True
+
+    def plan_for(self, parameters: list[int]) -> None:
+        """Plans slots for these parameters that fit what they are now, if they lack them.
+
+        Their shapes and dtypes were compared in the second round, so every rank comes to the same plan.
+        """
+        specs = self._specs_now()
+        order = self.plan.parameters
+        present = set(order)
+        new = [i for i in parameters if i not in present]
+        if not new and all(self.specs[i].is_like(specs[i]) for i in parameters):
+            self.plan_next(None)
+        else:
+            self.plan_next(BucketPlan.build(specs, order + new, self._caps))
+
+    def _registration_order_plan(self) -> BucketPlan:
+        order = [i for i in reversed(range(len(self._params))) if self._params[i].requires_grad]
+        return BucketPlan.build(self._specs_now(), order, self._caps)
+
+    def _specs_now(self) -> list[ParameterSpec]:
+        return [ParameterSpec.of(p) for p in self._params]
+
+
+def _count_grad_references() -> int:
+    """References a tensor gains by being some parameter's `.grad`: differs between versions of torch."""
+    param, grad = torch.nn.Parameter(torch.empty(1)), torch.empty(1)
+    before = sys.getrefcount(grad)
+    param.grad = grad
+    return sys.getrefcount(grad) - before
+
+
+_GRAD_REFERENCES = _count_grad_references()
