@@ -1,7 +1,5 @@
 #include "transport/shm_collectives.h"
 
-#include <time.h>
-
 #include <algorithm>
 #include <cstring>
 #include <system_error>
@@ -17,15 +15,6 @@ constexpr size_t kShortShareBytes = 16 * 1024;
 // All contributions of an all_reduce together: up to here every rank reads them all, above it is cheaper to share the
 // work and wait once more (P = 4, 8 on 2 cores: equal at 64 KiB).
 constexpr size_t kGatherBytes = 64 * 1024;
-
-// Stands for no timeout at all: 30 years, which nanoseconds of 64 bits hold.
-constexpr double kLongestS = 1e9;
-
-int64_t now_ns() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * int64_t{1000000000} + now.tv_nsec;
-}
 
 // Bytes of one rank's contribution.
 size_t contribution_bytes(const Collective& c, int size) {
@@ -71,12 +60,12 @@ Collectives::Collectives(const ShmOptions& options)
       blocks_(blocks_of(world_)),
       rank_(options.rank),
       size_(options.size),
-      timeout_s_(std::min(options.timeout_s, kLongestS)),
       own_(*blocks_[static_cast<size_t>(options.rank)]),
       counters_(blocks_, rank_),
       failures_(blocks_, rank_, options.global_ranks, options.timeout_s),
       staging_(world_, counters_, rank_),
-      waiter_(options.embedder, size_ > available_cores()),
+      peer_wait_(world_, counters_, failures_, rank_, options.timeout_s, options.embedder,
+                 [this] { return describe(completed_ + 1); }),
       operations_(2 * kRingSize),
       sources_(static_cast<size_t>(size_)),
       destinations_(static_cast<size_t>(size_)) {
@@ -88,35 +77,18 @@ Collectives::Collectives(const ShmOptions& options)
   copy_limit_ = size_ > available_cores() ? 4096 : 0;
 }
 
-void Collectives::refuse_in_child() const {
-  if (fork_guard_.forked()) {
-    throw UsageError("this process was forked from one that takes part in a group: a child cannot take its place");
-  }
-}
-
-void Collectives::ensure_usable_anew() {
-  refuse_in_child();
-  failures_.check_before_use();
-}
-
-void Collectives::ensure_usable() {
-  refuse_in_child();  // it may have been forked in the middle of a wait, by a signal's handler
-  failures_.check();
-}
-
 Memory Collectives::allocate(size_t bytes) {
-  ensure_usable_anew();
+  failures_.check_before_use();
   return heap_->allocate(bytes);
 }
 
 void Collectives::close() noexcept {
-  if (fork_guard_.forked()) return;
-  if (failures_.failed()) return;
+  if (failures_.in_child() || failures_.failed()) return;
   if (!idle()) {
     failures_.abort("it closed its transport during " + describe(completed_ + 1));
     return;
   }
-  // Release: partner is the acquire in the peers' examine(), which then look at the counters once more.
+  // Release: partner is the acquire in the peers' PeerWait::examine(), which then look at the counters once more.
   own_.closed.store(1, std::memory_order_release);
   own_.bell.wake();
 }
@@ -130,7 +102,7 @@ void Collectives::grow() {
 }
 
 uint64_t Collectives::begin(const Collective& collective) {
-  ensure_usable_anew();
+  failures_.check_before_use();
   if (begun_ - completed_ == operations_.size()) grow();
   Operation& next = operation(++begun_);
   next.collective = collective;
@@ -157,7 +129,7 @@ void Collectives::finish(uint64_t number) {
 }
 
 void Collectives::step() {
-  ensure_usable();
+  failures_.check();
   for (;;) {
     do_own_parts();
     complete_pending();
@@ -391,16 +363,13 @@ Blocker Collectives::head_blocker() {
 }
 
 void Collectives::block() {
-  ensure_usable();
+  failures_.check();
   if (idle()) return;
   const Blocker blocker = head_blocker();
-  const std::atomic<uint64_t>& counter = counters_.of(blocker.rank, blocker.awaited, blocker.target);
   // Ringing waits until the counter has left this core: where the peer answers at once, do it after the next step.
-  if (waiter_.spin_briefly(counter, blocker.target)) return;
+  if (peer_wait_.spin_briefly(blocker)) return;
   ring();
-  if (blocker.awaited != waited_for_.awaited || blocker.target != waited_for_.target) deadline_ns_ = 0;
-  waited_for_ = blocker;
-  waiter_.wait(blocks_[static_cast<size_t>(blocker.rank)]->bell, counter, blocker.target, *this);
+  peer_wait_.wait(blocker);
 }
 
 std::string Collectives::describe(uint64_t number) const {
@@ -409,49 +378,6 @@ std::string Collectives::describe(uint64_t number) const {
   if (c.kind != CollectiveKind::kBarrier)
     text += " of " + std::to_string(c.numel) + " " + std::string(name_of(c.dtype));
   return text;
-}
-
-bool Collectives::misses(int rank) const {
-  return rank != rank_ && !counters_.reached(rank, waited_for_.awaited, waited_for_.target);
-}
-
-void Collectives::examine(bool slice_over) {
-  ensure_usable();
-  bool any_missing = false;
-  for (int rank = 0; rank < size_; ++rank) {
-    if (!misses(rank)) continue;
-    // What a peer did before it closed or ended counts: look at the counter once more afterwards.
-    // Acquire: partner is the release in close().
-    if (blocks_[rank]->closed.load(std::memory_order_acquire) != 0 && misses(rank)) {
-      failures_.peer_failed(rank, "it closed its transport before its part of " + describe(completed_ + 1));
-    }
-    const ProcessWatch& process = world_.ranks[rank].process;
-    if (slice_over && process.ended() && misses(rank)) {
-      failures_.peer_failed(
-          rank, "process " + std::to_string(process.pid()) + " ended before its part of " + describe(completed_ + 1));
-    }
-    any_missing = true;
-  }
-  if (slice_over && any_missing) check_deadline();
-}
-
-void Collectives::check_deadline() {
-  const int64_t now = now_ns();
-  if (deadline_ns_ == 0) {
-    // The first slice is over: the wait began that much earlier.
-    deadline_ns_ = now + static_cast<int64_t>(timeout_s_ * 1e9) - Waiter::kSliceMs * 1000000;
-  }
-  if (now < deadline_ns_) return;
-  std::vector<int> ranks;
-  for (int rank = 0; rank < size_; ++rank) {
-    if (misses(rank)) ranks.push_back(rank);
-  }
-  if (!ranks.empty()) failures_.timed_out(ranks, describe(completed_ + 1));
-}
-
-void Collectives::interrupted() noexcept {
-  // The caller gets its memory back, so the operation cannot go on.
-  failures_.abort("it was interrupted in " + describe(completed_ + 1));
 }
 
 }  // namespace gpucomm::shm

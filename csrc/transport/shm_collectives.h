@@ -21,15 +21,17 @@
 #include "transport/shm_counters.h"
 #include "transport/shm_failures.h"
 #include "transport/shm_handshake.h"
+#include "transport/shm_peer_wait.h"
 #include "transport/shm_staging.h"
 
 namespace gpucomm::shm {
 
-class Collectives final : private Waiter::Watch {
+class Collectives {
  public:
   // Connects to the peers; see connect().
   explicit Collectives(const ShmOptions& options);
-  ~Collectives() override = default;
+  Collectives(const Collectives&) = delete;
+  Collectives& operator=(const Collectives&) = delete;
 
   // Accepts an operation and returns its number. Publishes it if the ring has room. Throws the failure if there is one.
   uint64_t begin(const Collective& collective);
@@ -62,9 +64,6 @@ class Collectives final : private Waiter::Watch {
   Descriptor& descriptor(int rank, uint64_t number) const { return blocks_[rank]->ring[number % kRingSize]; }
   void grow();
   void step();  // progress() without the bell
-  void refuse_in_child() const;
-  void ensure_usable();
-  void ensure_usable_anew();  // before a new operation
 
   void publish_pending();
   Place place_contribution(uint64_t number, const Collective& collective, Descriptor& descriptor);
@@ -82,23 +81,17 @@ class Collectives final : private Waiter::Watch {
 
   void ring();
   Blocker head_blocker();
-  bool misses(int rank) const;  // in the wait that is going on
-  void examine(bool slice_over) override;
-  void check_deadline();
-  void interrupted() noexcept override;
   std::string describe(uint64_t number) const;
 
   World world_;
   std::vector<ControlBlock*> blocks_;
   int rank_;
   int size_;
-  double timeout_s_;
   ControlBlock& own_;
   Counters counters_;
   Failures failures_;
   Staging staging_;
-  Waiter waiter_;
-  ForkGuard fork_guard_;
+  PeerWait peer_wait_;
   std::shared_ptr<SharedHeap> heap_;
   uintptr_t heap_begin_;
   uintptr_t heap_end_;
@@ -114,8 +107,6 @@ class Collectives final : private Waiter::Watch {
   uint64_t peers_done_ = 0;  // all peers are known to be done up to here
   bool ring_due_ = false;    // a counter moved and the bell was not rung yet
   Blocker publish_blocker_, share_blocker_, complete_blocker_;
-  Blocker waited_for_;       // what the deadline belongs to
-  int64_t deadline_ns_ = 0;  // 0: not set
 
   std::vector<const void*> sources_;
   std::vector<void*> destinations_;

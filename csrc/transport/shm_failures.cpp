@@ -45,7 +45,12 @@ void Failures::alarm_everybody() noexcept {
   }
 }
 
+void Failures::refuse_child() {
+  throw UsageError("this process was forked from one that takes part in a group: a child cannot take its place");
+}
+
 void Failures::check_before_use() {
+  if (in_child()) refuse_child();
   if (!told_) return check();
   const std::string dead = "this communicator is dead since an earlier operation: ";
   try {
@@ -113,7 +118,7 @@ void Failures::mismatch(const std::string& difference) {
 }
 
 void Failures::abort(const std::string& reason) noexcept {
-  if (!fork_guard_.forked()) record(FailureKind::kAborted, {}, reason);
+  if (!in_child()) record(FailureKind::kAborted, {}, reason);
 }
 
 }  // namespace gpucomm::shm

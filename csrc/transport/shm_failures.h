@@ -17,13 +17,15 @@ class Failures {
  public:
   Failures(const std::vector<ControlBlock*>& blocks, int rank, std::vector<int> global_ranks, double timeout_s);
 
-  // Throws if any rank has given up: this one does too, then. The same failure each time.
+  // Throws if any rank has given up: this one does too, then. The same failure each time. A forked child is refused.
   void check() {
+    if (in_child()) refuse_child();
     // Acquire: partner is the release in alarm_everybody(); the failure that it announces is visible then.
     if (blocks_[rank_]->failure.alarm.load(std::memory_order_acquire) != 0) adopt();
   }
   // The same before a new operation: one who was told already is told that this transport is dead, and of what.
   void check_before_use();
+  bool in_child() const { return fork_guard_.forked(); }
   bool failed() const { return blocks_[rank_]->failure.alarm.load(std::memory_order_acquire) != 0; }
 
   // Each records (unless there is a failure already), alarms everybody and throws what is recorded.
@@ -36,6 +38,7 @@ class Failures {
   int global(int rank) const { return global_ranks_.empty() ? rank : global_ranks_[static_cast<size_t>(rank)]; }
 
  private:
+  [[noreturn]] static void refuse_child();
   void adopt();
   [[noreturn]] void rethrow();
   void alarm_everybody() noexcept;
