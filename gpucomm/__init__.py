@@ -1,5 +1,13 @@
 """gpucomm: a communication layer for data-parallel training in PyTorch."""
 
+from importlib.util import find_spec
+
+if find_spec("gpucomm._core") is None:
+    raise ImportError(
+        f"{__path__[0]} has no compiled extension: it is the source tree, not the installed package. Run Python from "
+        "another folder, use .venv/bin/python after `make train`, or build it in place with `make dev`"
+    )
+
 from gpucomm.buckets import BucketPlan
 from gpucomm.communicator import Communicator
 from gpucomm.ddp import DistributedDataParallel

@@ -76,6 +76,13 @@ def test_arrays_of_every_library_are_reduced_in_place(transport):
             x = np.full(3, 1 + 2j)
             comm.all_reduce(x)
             assert (x == 2 + 4j).all()
+            for op in ("prod", "min", "max"):  # meaningless on pairs
+                with pytest.raises(ValueError, match=f"op is '{op}', complex arrays take 'sum' and 'avg'"):
+                    comm.all_reduce(x, op)
+                with pytest.raises(ValueError, match="complex arrays take"):
+                    comm.reduce_scatter(np.zeros(1, complex), np.zeros(world, complex), op)
+            with pytest.raises(TypeError, match="output is complex of float64, input is float64"):
+                comm.all_gather(np.zeros(world, complex), np.zeros(2))
             scalar = torch.tensor(2.5)
             comm.all_reduce(scalar)
             assert scalar == 5

@@ -126,6 +126,15 @@ ReduceOp parse_op(PyObject* op) {
   return reduce_op_named(text);
 }
 
+// The op for an array of this kind. A complex array travels as pairs of real numbers, which only sums respect.
+ReduceOp op_for(const HostArray& array, const std::string& what, PyObject* op) {
+  const ReduceOp parsed = parse_op(op);
+  if (array.complex && parsed != ReduceOp::kSum && parsed != ReduceOp::kAvg) {
+    throw UsageError(what + ": op is '" + std::string(name_of(parsed)) + "', complex arrays take 'sum' and 'avg'");
+  }
+  return parsed;
+}
+
 int parse_root(PyObject* root) {
   if (!root) return 0;
   if (PyIndex_Check(root)) {
@@ -220,7 +229,7 @@ PyObject* all_reduce(PyObject* object, Args args, Py_ssize_t nargs, PyObject* ke
     const HostArray x = contiguous_array("all_reduce: x", given.values[0], Access::kWrite);
     const Collective collective{.kind = CollectiveKind::kAllReduce,
                                 .dtype = x.dtype,
-                                .op = parse_op(given.values[1]),
+                                .op = op_for(x, "all_reduce", given.values[1]),
                                 .numel = x.numel,
                                 .in = x.address,
                                 .out = x.address};
@@ -240,9 +249,11 @@ PyObject* two_sided(PyObject* object, CollectiveKind kind, const Arguments& give
   const bool scatter = kind == CollectiveKind::kReduceScatter;
   const HostArray& small = scatter ? output : input;
   const HostArray& large = scatter ? input : output;
-  if (small.dtype != large.dtype) {
-    throw py::type_error(what + ": output is " + std::string(name_of(output.dtype)) + ", input is " +
-                         std::string(name_of(input.dtype)));
+  if (small.dtype != large.dtype || small.complex != large.complex) {
+    const auto text = [](const HostArray& a) {
+      return (a.complex ? "complex of " : "") + std::string(name_of(a.dtype));
+    };
+    throw py::type_error(what + ": output is " + text(output) + ", input is " + text(input));
   }
   if (large.numel != small.numel * size) {
     throw UsageError(what + (scatter ? ": input" : ": output") + " has " + std::to_string(large.numel) +
@@ -250,7 +261,7 @@ PyObject* two_sided(PyObject* object, CollectiveKind kind, const Arguments& give
   }
   const Collective collective{.kind = kind,
                               .dtype = small.dtype,
-                              .op = parse_op(op),
+                              .op = op_for(input, what, op),
                               .numel = small.numel,
                               .in = input.address,
                               .out = output.address};
@@ -349,7 +360,8 @@ PyMethodDef communicator_methods[] = {
     {"all_reduce", as_method(all_reduce), kFast,
      "all_reduce(x, op='sum', async_op=False)\n\nReduces x over the ranks, in place; every rank gets the same bits.\n"
      "x: contiguous array in host memory, the same dtype and numel on every rank. op: 'sum', 'avg', 'min', 'max', "
-     "'prod'.\nReturns x, or a Work with async_op=True. Blocks until the peers came. Raises CommTimeout, PeerFailed."},
+     "'prod' (complex: 'sum', 'avg'; the average of integers is rounded towards zero).\nReturns x, or a Work with "
+     "async_op=True. Blocks until the peers came. Raises CommTimeout, PeerFailed."},
     {"reduce_scatter", as_method(reduce_scatter), kFast,
      "reduce_scatter(output, input, op='sum', async_op=False)\n\nReduces input over the ranks; rank r gets part r of "
      "the "

@@ -116,7 +116,8 @@ void fill(const dlpack::Tensor& tensor, int per_element, HostArray* array, Layou
     }
   }
   array->numel = numel;
-  array->may_have_lazy_sign = per_element == 2 || numel == 1;
+  array->complex = per_element == 2;
+  array->may_have_lazy_sign = array->complex || numel == 1;
   array->contiguous = contiguous || numel == 0;
   array->dense = array->contiguous || is_dense(*layout);
 }

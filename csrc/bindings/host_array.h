@@ -18,6 +18,7 @@ struct HostArray {
   size_t numel = 0;    // of dtype: a complex array has two float elements for each of its own
   bool dense = false;  // its elements fill one gapless stretch of memory in some order
   bool contiguous = false;
+  bool complex = false;
   bool read_only = false;  // as far as its owner says
   // What lies in memory may be the conjugate or negative of the values (lazy conj and neg views of torch): see
   // has_lazy_sign(). A real tensor with more than one element would then not be dense.

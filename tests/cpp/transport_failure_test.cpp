@@ -284,7 +284,7 @@ class CountingEmbedder final : public Embedder {
     if (interrupt.load()) throw std::domain_error("interrupted by the user");
   }
   bool blocking = false;
-  int checks = 0;
+  std::atomic<int> checks{0};
   std::atomic<bool> interrupt{false};
 };
 
@@ -313,11 +313,10 @@ TEST(ShmFailure, AnInterruptEndsTheWaitOnAllRanks) {
       }
     });
   }
-  usleep(200000);
+  while (embedders[0].checks.load() < 2) usleep(1000);
   embedders[0].interrupt.store(true);
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(text_of(thrown[0]), "interrupted by the user");
-  EXPECT_GE(embedders[0].checks, 2);
   EXPECT_FALSE(embedders[0].blocking);
   ASSERT_NE(as<PeerFailed>(thrown[1]), nullptr) << text_of(thrown[1]);
   EXPECT_NE(text_of(thrown[1]).find("rank 0 failed: it was interrupted"), std::string::npos) << text_of(thrown[1]);
