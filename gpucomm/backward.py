@@ -13,6 +13,8 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
+from gpucomm.errors import text_of
+
 
 class BackwardEnd:
     """Calls `on_end` when the backward is complete; `on_abort` if it dies uncalled, for then backward raised.
@@ -26,13 +28,33 @@ class BackwardEnd:
         self._called = False
 
     def __call__(self) -> None:
-        self._called = True
-        self._on_end()
+        if not self._called:
+            self._called = True
+            self._on_end()
+
+    def abort(self, caller: FrameType | None = None) -> None:
+        """The backward that caller started raised; does nothing if that was known, or if it came to its end."""
+        if not self._called:
+            self._called = True
+            self._on_abort(lambda: _text_of_error_below(caller))
 
     def __del__(self) -> None:
-        if not self._called and not sys.is_finalizing():
-            caller = sys._getframe().f_back
-            self._on_abort(lambda: _text_of_error_below(caller))
+        if not sys.is_finalizing():
+            self.abort(sys._getframe().f_back)
+
+
+class _InnerEnd:
+    """In the callbacks of an inner backward: if it dies uncalled, the inner one raised and the outer one does too."""
+
+    def __init__(self, outermost: BackwardEnd) -> None:
+        self._outermost: BackwardEnd | None = outermost
+
+    def __call__(self) -> None:
+        self._outermost = None
+
+    def __del__(self) -> None:
+        if self._outermost is not None and not sys.is_finalizing():
+            self._outermost.abort(sys._getframe().f_back)
 
 
 def _text_of_error_below(caller: FrameType | None) -> str:
@@ -60,7 +82,7 @@ def _text_of_error_below(caller: FrameType | None) -> str:
     errors = [error for error in found if is_orphan(error)]
     orphans = [trace for trace in traces if is_orphan(trace)]
     if len(errors) == 1 and (errors[0].__traceback__ is not None or orphans):
-        return f"{type(errors[0]).__name__}: {errors[0]}"
+        return text_of(errors[0])
     if len(orphans) == 1:  # the exception is not made yet, as Python until 3.11 does for errors of its own
         trace = orphans[0]
         while trace.tb_next is not None:
@@ -91,6 +113,8 @@ def queue_at_outermost_end(callback: BackwardEnd) -> None:
     if node is None:
         Variable._execution_engine.queue_callback(callback)
         return
+    # The node keeps the callback for as long as the program keeps the graph, so its death would tell of a raise late.
+    Variable._execution_engine.queue_callback(_InnerEnd(callback))
     queued = False
 
     def queue(*_: object) -> None:

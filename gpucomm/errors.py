@@ -67,6 +67,14 @@ class CommTimeout(CommError):
         return type(self), (self.args[0], self.missing, self.bucket, self.parameters)
 
 
+def text_of(error: BaseException) -> str:
+    """Type and text of an exception; the type alone where its own text raises."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
 _DEAD = "this communicator is dead since an earlier operation: "
 
 

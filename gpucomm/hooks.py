@@ -58,6 +58,17 @@ class Hooks:
             if not self.is_attached(index):
                 self.attach(index, param)
 
+    def comes_last(self, index: int) -> bool:
+        """Whether the hook is the last one of its parameter; if not, it will be the next time.
+
+        The program's own see the local gradient, as with stock DDP, also those that it registers after wrapping.
+        """
+        hooks, handle = self._table.params[index]._post_accumulate_grad_hooks, self._handles[index]
+        if not hooks or handle is None or handle.id not in hooks or next(reversed(hooks)) == handle.id:
+            return True
+        hooks[handle.id] = hooks.pop(handle.id)  # autograd goes by the dict's own order, not the OrderedDict's
+        return False
+
     def call(self, index: int) -> None:
         """What autograd would have done, had the hook been attached when the gradient was accumulated."""
         self._hooks[index](self._table.params[index])

@@ -9,6 +9,7 @@ from the verdict, which is the same on all of them.
 """
 
 import _thread
+import contextlib
 import os
 import warnings
 import weakref
@@ -22,7 +23,7 @@ from gpucomm import _core
 from gpucomm.backward import BackwardEnd, queue_at_outermost_end, starts_on_this_thread
 from gpucomm.buckets import BucketMemory, BucketPlan
 from gpucomm.communicator import Communicator
-from gpucomm.errors import CommError, CommTimeout, PeerFailed, StepFailed
+from gpucomm.errors import CommError, CommTimeout, PeerFailed, StepFailed, text_of
 from gpucomm.hooks import Hooks
 from gpucomm.parameters import ParameterTable
 from gpucomm.second_round import SecondRound
@@ -73,6 +74,7 @@ class Reducer:
         self._owes_reduction = False  # one of the forwards since the last reduction asked for one
         self.orphans: frozenset[int] = frozenset()  # while not active: parameters that the active wrapper lacks
         self._witness = next(i for i, p in enumerate(self.params) if p.requires_grad)
+        self._end: Callable[[], BackwardEnd | None] = lambda: None  # of the backward that is under way
         self._started_on: int | None = None  # the thread whose program called backward, as far as seen
         self._arming = False
         self._disturbed = False  # another thread's backward came into this one
@@ -96,6 +98,7 @@ class Reducer:
 
     def before_forward(self) -> None:
         """A forward of the wrapper with gradients enabled begins: raises what the iteration before left to say."""
+        self._notice_abandoned_backward()
         self._raise_failure()
         if self._usage.error is not None:
             raise RuntimeError(self._usage.error)
@@ -104,6 +107,13 @@ class Reducer:
         self.table.refresh()
         if not self.active:
             claim(self)
+
+    def _notice_abandoned_backward(self) -> None:
+        """A backward of this thread raised where nothing told of it: the graph is still kept, and its end with it."""
+        if self.engine.mode == _core.Mode.IDLE or self._started_on != get_ident():
+            return
+        if torch._C._current_graph_task_id() == -1 and (end := self._end()) is not None:
+            end.abort()
 
     def after_forward(self, reduce: bool) -> None:
         """It ended; `reduce` says whether the backward that follows is reduced (no_sync: it is not)."""
@@ -143,7 +153,9 @@ class Reducer:
                 self._hooks.set_layouts(self.slots.views)
             self.slots.free()
         self._started_on = get_ident() if starts_on_this_thread() else None
-        queue_at_outermost_end(BackwardEnd(self._on_backward_end, self._on_backward_aborted))
+        end = BackwardEnd(self._on_backward_end, self._on_backward_aborted)
+        self._end = weakref.ref(end)
+        queue_at_outermost_end(end)
         self._backwards += 1
         if reduce:
             self.engine.arm()
@@ -185,6 +197,10 @@ class Reducer:
         engine, grad = self.engine, param.grad
         if engine.mode != _core.Mode.REDUCE or grad is None:
             return  # not ours to reduce, or undefined: the parameter was not used
+        is_last, fits = self._hooks.comes_last(index), self.slots.fitting_view(index, grad) is not None
+        if not is_last and fits and not engine.packed(index):
+            engine.mark_used(index)  # what the hooks that follow make of it is packed at the end of backward
+            return
         if grad.layout != torch.strided:
             raise NotImplementedError(f"parameter '{self.names[index]}' has a {grad.layout} gradient")
         view = self.slots.fitting_view(index, grad)
@@ -323,7 +339,11 @@ class Reducer:
             for index in self.engine.missing():
                 self.engine.complete(index, None)
             self._finish_engine(failed=True)
-            self.comm.all_gather_bytes(find_text().encode(errors="replace"))
+            try:
+                text = find_text()
+            except Exception:  # peers wait for what follows
+                text = ""
+            self.comm.all_gather_bytes(text.encode(errors="replace"))
         except BaseException as error:  # nobody to raise to: it is raised by whatever comes next
             self._break(error)
             if isinstance(error, KeyboardInterrupt):
@@ -348,18 +368,20 @@ class Reducer:
             # A process group may still have an operation on the buckets under way, and no way to call it back.
             if isinstance(self.transport, Transport):
                 _abandoned.extend(self.slots.memories)
-            self.transport.abort(f"{type(error).__name__}: {error}")
+            with contextlib.suppress(Exception):  # of a transport in Python: the failure that led here counts
+                self.transport.abort(text_of(error))
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise CommError(
-                f"communication broke down earlier, this wrapper is dead: {self._failure}"
+                f"communication broke down earlier, this wrapper is dead: {text_of(self._failure)}"
             ) from self._failure
 
     def check_before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before any optimizer steps: it must not apply gradients of an iteration that is not complete."""
         if self.engine.mode != _core.Mode.REDUCE and self._failure is None:
             return
+        self._notice_abandoned_backward()
         mine = set(map(id, self.params))
         if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
             self._raise_failure()

@@ -1210,3 +1210,29 @@ def test_a_module_without_trainable_parameters_is_refused():
             Ours(mlp().requires_grad_(False))
 
     run_ranks(body, 1)
+
+
+def test_hooks_that_the_program_adds_after_wrapping_see_the_local_gradient():
+    def body(rank, world):
+        grads = []
+        for wrapper in (Stock, Ours):
+            torch.manual_seed(0)
+            model = wrapper(torch.nn.Linear(2, 1))
+            seen = []
+
+            def clamp(param, seen=seen):
+                seen.append(param.grad.clone())
+                param.grad.clamp_(-1, 1)
+
+            for param in model.parameters():
+                param.register_post_accumulate_grad_hook(clamp)
+            for _ in range(3):
+                model.zero_grad()
+                model(torch.full((1, 2), 5.0 * (rank + 1))).sum().backward()
+            grads.append([seen, [p.grad.clone() for p in model.parameters()]])
+        (seen_stock, stock), (seen_ours, ours) = grads
+        assert all(torch.equal(a, b) for a, b in zip(seen_stock, seen_ours, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(stock, ours, strict=True))
+        assert torch.equal(ours[0], torch.ones(1, 2))
+
+    run_ranks(body, 2)

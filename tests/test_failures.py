@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from footprint import footprint
 from ranks import run_ranks
+from torch.utils.checkpoint import checkpoint
 
 import gpucomm
 from gpucomm import Communicator, DistributedDataParallel
@@ -339,6 +340,64 @@ def test_a_backward_that_raises_fails_the_iteration_everywhere_and_no_other(tran
     calm = run_ranks(body, 3, False)
     for parameters in disturbed:
         assert all(torch.equal(a, b) for a, b in zip(parameters, calm[0], strict=True))
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise AttributeError("no text")
+
+
+class RaisingBackward(torch.autograd.Function):
+    error = None
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if RaisingBackward.error is not None:
+            raise RaisingBackward.error
+        return grad
+
+
+@pytest.mark.parametrize("error", [ValueError("boom"), Unprintable()])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_raise_is_known_at_once_whatever_the_program_keeps(checkpointed, error):
+    """A reentrant checkpoint has a backward of its own, and the loss keeps the graph in which its end is awaited."""
+
+    def body(rank, world):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        ddp = DistributedDataParallel(model, timeout=10)
+        said, kept = [], []
+        for iteration in range(4):
+            RaisingBackward.error = error if iteration == 1 and rank == 0 else None
+            ddp.module[1].forward = (
+                functools.partial(checkpointed_part, model[1]) if checkpointed else functools.partial(part, model[1])
+            )
+            loss = ddp(torch.randn(3, 4)).sum()
+            kept.append(loss)
+            try:
+                loss.backward()
+                said.append("done")
+            except Exception as caught:
+                kept.append(caught)
+                said.append(type(caught).__name__)
+            ddp.zero_grad()
+        return said
+
+    assert run_ranks(body, 2) == [
+        ["done", type(error).__name__, "done", "done"],
+        ["done", "StepFailed", "done", "done"],
+    ]
+
+
+def part(linear, x):
+    return RaisingBackward.apply(torch.nn.functional.linear(x, linear.weight, linear.bias))
+
+
+def checkpointed_part(linear, x):
+    return checkpoint(functools.partial(part, linear), x, use_reentrant=True)
 
 
 @each_transport

@@ -21,7 +21,8 @@ namespace gpucomm {
 
 namespace {
 
-PyObject* grad_name = nullptr;  // interned "grad"
+PyObject* grad_name = nullptr;   // interned "grad"
+PyObject* hooks_name = nullptr;  // interned "_post_accumulate_grad_hooks"
 
 // `param.grad`, past the look-up of the name: a third of its cost. The descriptor of the type seen last, normally
 // torch.nn.Parameter.
@@ -76,6 +77,15 @@ PyObject* call_other(GradHook* self, PyObject* param) {
   return result;
 }
 
+// Hooks that the program added may come after ours, and want the gradient.
+bool is_only_hook(PyObject* param) {
+  PyObject* hooks = PyObject_GetAttr(param, hooks_name);
+  const bool only = hooks && PyDict_Check(hooks) && PyDict_GET_SIZE(hooks) == 1;
+  Py_XDECREF(hooks);
+  PyErr_Clear();
+  return only;
+}
+
 // A complex gradient goes the long way without being asked.
 bool may_be_lazy(PyObject* grad, const HostArray& array) {
   if (!array.may_have_lazy_sign) return false;
@@ -108,7 +118,8 @@ PyObject* grad_hook_call(PyObject* object, PyObject* const* args, size_t nargsf,
     Py_RETURN_NONE;
   }
   const Slot& slot = engine.slot(self->parameter);
-  if (engine.mode() != Engine::Mode::kReduce || slot.bucket < 0 || engine.packed(self->parameter)) {
+  if (engine.mode() != Engine::Mode::kReduce || slot.bucket < 0 || engine.packed(self->parameter) ||
+      !is_only_hook(param)) {
     return call_other(self, param);
   }
   PyObject* grad = GradAttribute::get(param);
@@ -233,6 +244,7 @@ std::vector<int32_t> stale_views(const Engine& engine, const py::list& params, c
 
 void bind_grad_hook(py::module_& module) {
   grad_name = PyUnicode_InternFromString("grad");
+  hooks_name = PyUnicode_InternFromString("_post_accumulate_grad_hooks");
   grad_hook_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&grad_hook_spec));
   if (!grad_hook_type) throw py::error_already_set();
   module.add_object("GradHook", reinterpret_cast<PyObject*>(grad_hook_type));

@@ -84,7 +84,12 @@ class PythonTransport : public Transport {
       const bool refused =
           e.matches(PyExc_TypeError) || e.matches(PyExc_ValueError) || e.matches(PyExc_NotImplementedError);
       const bool failed = e.matches(py::module_::import("gpucomm.errors").attr("CommError"));
-      const std::string type = py::str(e.type().attr("__name__")), text = py::str(e.value());
+      const std::string type = py::str(e.type().attr("__name__"));
+      std::string text = type;
+      try {
+        text = py::str(e.value());
+      } catch (py::error_already_set&) {  // an exception whose text raises
+      }
       e.restore();
       const PythonError error = PythonError::fetch();
       if (failed) {
