@@ -367,7 +367,7 @@ def test_a_raise_is_known_at_once_whatever_the_program_keeps(checkpointed, error
     """A reentrant checkpoint has a backward of its own, and the loss keeps the graph in which its end is awaited."""
 
     def body(rank, world):
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
         ddp = DistributedDataParallel(model, timeout=10)
         said, kept = [], []
         for iteration in range(4):
