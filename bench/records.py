@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from importlib import metadata
 
@@ -28,7 +29,7 @@ def versions() -> dict:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
+            found[name] = getattr(sys.modules.get(name), "__version__", None)  # from a source tree
     return found
 
 

@@ -7,8 +7,9 @@
 // many communicators.
 //
 // [Note: forked children] A child inherits the mappings, so whatever it wrote there (a gradient, a counter, a failure)
-// would reach its parent's group. The moment it is forked it therefore trades them: its own region for a private
-// copy-on-write view, which holds what the parent had, and its peers' for empty memory.
+// would reach its parent's group. The moment it is forked it therefore trades them: its own region for a private view,
+// and its peers' for empty memory. The view is no snapshot: a page that the child has not written shows what the parent
+// writes there later. Copying it all at each fork would cost what an arena holds, for children that never look.
 #pragma once
 
 #include <sys/types.h>
