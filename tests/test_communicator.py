@@ -642,3 +642,20 @@ def test_memory_of_a_peer_that_there_is_no_address_space_for_fails_every_rank():
         raises(PeerFailed, "dead since an earlier operation: rank 1", comm.barrier)
 
     run_ranks(body, 2)
+
+
+def test_a_buffer_cannot_be_resized_while_an_operation_uses_it():
+    def body(rank, world):
+        with Communicator() as comm:
+            raw = bytearray(100000)
+            if rank == 1:
+                dist.barrier()
+            work = comm.all_reduce(raw, "max", async_op=True)
+            if rank == 0:
+                with pytest.raises(BufferError):
+                    raw.clear()
+                dist.barrier()
+            work.wait()
+            raw.clear()
+
+    run_ranks(body, 2)

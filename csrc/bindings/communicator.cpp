@@ -181,6 +181,15 @@ HostArray contiguous_array(const std::string& where, PyObject* object, Access ac
   return array;
 }
 
+// What keeps the array's memory as it is: of a buffer an export, so that a bytearray refuses to be resized meanwhile.
+py::object hold(PyObject* array) {
+  if (PyObject_CheckBuffer(array)) {
+    if (PyObject* view = PyMemoryView_FromObject(array)) return py::reinterpret_steal<py::object>(view);
+    PyErr_Clear();
+  }
+  return py::reinterpret_borrow<py::object>(array);
+}
+
 // Runs or starts the collective; returns x (a new reference) or a Work.
 PyObject* carry_out(CommunicatorBase* self, Collective collective, PyObject* result, PyObject* also_kept,
                     bool async_op) {
@@ -202,8 +211,8 @@ PyObject* carry_out(CommunicatorBase* self, Collective collective, PyObject* res
   }
   channel.transport->start(collective, *channel.stream);
   const Event event = channel.stream->record();
-  channel.in_flight.emplace_back(event, py::reinterpret_borrow<py::object>(result));
-  if (also_kept) channel.in_flight.emplace_back(event, py::reinterpret_borrow<py::object>(also_kept));
+  channel.in_flight.emplace_back(event, hold(result));
+  if (also_kept) channel.in_flight.emplace_back(event, hold(also_kept));
   channel.stream->progress();
   channel.forget_completed();
   return py::cast(Work{self->channel, event}).release().ptr();
