@@ -293,6 +293,7 @@ def _call(
         value = fn(rank, world, *args)
         return True, pickle.dumps({"value": value, "seconds": time.monotonic() - started})
     except BaseException as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one that comes after the end is nothing to report
         report = {
             "error_type": type(error).__name__,
             "error_text": "".join(traceback.format_exception(error)),
