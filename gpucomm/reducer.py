@@ -197,15 +197,14 @@ class Reducer:
         engine, grad = self.engine, param.grad
         if engine.mode != _core.Mode.REDUCE or grad is None:
             return  # not ours to reduce, or undefined: the parameter was not used
-        is_last, fits = self._hooks.comes_last(index), self.slots.fitting_view(index, grad) is not None
-        if not is_last and fits and not engine.packed(index):
-            engine.mark_used(index)  # what the hooks that follow make of it is packed at the end of backward
-            return
         if grad.layout != torch.strided:
             raise NotImplementedError(f"parameter '{self.names[index]}' has a {grad.layout} gradient")
-        view = self.slots.fitting_view(index, grad)
+        is_last, view = self._hooks.comes_last(index), self.slots.fitting_view(index, grad)
         if view is not None and not engine.packed(index):
-            view.copy_(grad)  # another layout in memory
+            if not is_last:
+                engine.mark_used(index)  # what the hooks that follow make of it is packed at the end of backward
+                return
+            view.copy_(grad)  # another layout in memory, or hooks of the program came before
             engine.mark_packed(index)
         else:
             # A second gradient after packing, or one without a fitting slot: linear, so exact when added afterwards.
@@ -323,9 +322,8 @@ class Reducer:
         if (view := self.slots.fitting_view(index, mean)) is not None:
             view.add_(mean)
         elif self.slots.views[index] is not None:
-            self.slots.views[index] = (
-                mean.clone()
-            )  # installed in place of the slot's, which holds zeros of another kind
+            # Installed in place of the slot's view, which holds zeros of another kind.
+            self.slots.views[index] = mean.clone()
         else:
             self.params[index].grad = mean.clone()
 
@@ -333,6 +331,7 @@ class Reducer:
         """Backward raised on this rank: keep the peers company to the end of the iteration and tell them."""
         if self.engine.mode != _core.Mode.REDUCE:
             self.engine.disarm()
+            self._disturbed = False
             return
         try:
             self._raise_failure()
@@ -385,7 +384,7 @@ class Reducer:
         mine = set(map(id, self.params))
         if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
             self._raise_failure()
-            raise RuntimeError("optimizer.step() inside backward, before its gradients are reduced")
+            raise RuntimeError("optimizer.step() before the gradients are reduced: inside backward, or after it raised")
 
     def close(self) -> None:
         """Takes the hooks off the parameters and lets go of the transport."""

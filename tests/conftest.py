@@ -4,9 +4,22 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import pytest
 import torch
 
 # Imported by the first forward of stock DDP: once here, not in each forked rank.
 import torch._dynamo
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def nothing_is_left_behind():
+    """No process, memfd, name in /dev/shm or file: as much after the test as before."""
+    from programs import assert_nothing_left, own_footprint
+    from ranks import run_ranks
+
+    run_ranks(lambda rank, world: None, 1)  # what torch makes once for the process
+    before = own_footprint()
+    yield
+    assert_nothing_left(before)

@@ -4,20 +4,33 @@ The only assertions on time are the deadlines within which a failure must be kno
 """
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import os
 import signal
-import sys
 import threading
 import time
-import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
-from footprint import footprint
+from programs import (
+    PROGRAMS,
+    Communication,
+    FailingBackward,
+    Model,
+    Training,
+    assert_dead,
+    assert_nothing_left,
+    each_program,
+    each_transport,
+    error_of,
+    iterate_until_it_fails,
+    note_now,
+    own_footprint,
+    pids_of_all,
+    seconds_since,
+)
 from ranks import run_ranks
 from torch.utils.checkpoint import checkpoint
 
@@ -26,131 +39,10 @@ from gpucomm import Communicator, DistributedDataParallel
 from gpucomm.errors import CollectiveMismatch, CommError, CommTimeout, ModelsDiffer, PeerFailed, StepFailed
 from gpucomm.transport import C10dTransport
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
+
 # Seconds until a death is known: shared memory watches the processes, over sockets the group's own news is awaited.
 KNOWN_WITHIN_S = {"shm": 2.0, "c10d": 5.0}
-
-each_transport = pytest.mark.parametrize("transport", ["shm", "c10d"])
-each_program = pytest.mark.parametrize("program", ["communicator", "training"])
-
-
-class Communication:
-    """Collectives of several sizes, again and again."""
-
-    def __init__(self, transport, timeout=30):
-        self.comm = Communicator(transport=transport, timeout=timeout)
-        self.arrays = [self.comm.empty(50000), torch.ones(100000), torch.ones(3)]
-
-    def iterate(self):
-        for x in self.arrays:
-            self.comm.all_reduce(x.fill_(1.0))
-
-
-class FailingBackward(torch.autograd.Function):
-    """The identity; backward raises while `armed`."""
-
-    armed = False
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if FailingBackward.armed:
-            raise ArithmeticError("this rank's backward failed")
-        return grad
-
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = torch.nn.Linear(60, 300)
-        self.last = torch.nn.Linear(300, 10)
-
-    def forward(self, x):
-        return self.last(FailingBackward.apply(torch.relu(self.first(x))))
-
-
-class Training:
-    """A small model of several buckets, trained on other data on each rank."""
-
-    def __init__(self, transport, timeout=30):
-        self.ddp = DistributedDataParallel(Model(), transport=transport, timeout=timeout, bucket_cap_mb=0.01)
-        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1)
-        self.data = torch.Generator().manual_seed(dist.get_rank())
-
-    def backward(self):
-        self.optimizer.zero_grad()
-        self.ddp(torch.randn(8, 60, generator=self.data)).square().mean().backward()
-
-    def iterate(self):
-        self.backward()
-        self.optimizer.step()
-
-    def parameters(self):
-        return [p.detach().clone() for p in self.ddp.parameters()]
-
-
-PROGRAMS = {"communicator": Communication, "training": Training}
-
-
-def seconds_since(key: str) -> float:
-    """Since a rank called note_now(key). The clock is one for all processes of a machine."""
-    return time.monotonic() - float(dist.distributed_c10d._get_default_store().get(key))
-
-
-def note_now(key: str) -> None:
-    dist.distributed_c10d._get_default_store().set(key, str(time.monotonic()))
-
-
-def error_of(call, *args):
-    """What the call raises, as text and attributes: the exception itself would keep memory alive."""
-    try:
-        call(*args)
-    except BaseException as error:
-        return type(error), str(error), {k: v for k, v in vars(error).items() if isinstance(v, (int, str, list))}
-    raise AssertionError("nothing was raised")
-
-
-def iterate_until_it_fails(running):
-    while True:
-        running.iterate()
-
-
-def pids_of_all(world):
-    pids = [None] * world
-    dist.all_gather_object(pids, os.getpid())
-    return pids
-
-
-def assert_dead(running):
-    """A broken program says so again, and its gradients are not applied."""
-    with pytest.raises(CommError):
-        running.iterate()
-    if isinstance(running, Training):
-        with pytest.raises(CommError):
-            running.optimizer.step()
-
-
-def own_footprint():
-    """Without the entries of /dev/shm that other programs of the machine make."""
-    found = footprint()
-    return dataclasses.replace(found, shm_entries=frozenset(e for e in found.shm_entries if "gpucomm" in e))
-
-
-def assert_nothing_left(before):
-    gc.collect()
-    grown = own_footprint().grown_since(before)
-    assert grown == "", grown
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_behind():
-    run_ranks(lambda rank, world: None, 1)  # what torch makes once for the process
-    before = own_footprint()
-    yield
-    assert_nothing_left(before)
 
 
 @each_transport
@@ -413,164 +305,6 @@ def test_gradients_of_a_failed_iteration_are_not_applied(transport):
         with contextlib.suppress(RuntimeError):
             training.optimizer.step()
         assert all(torch.equal(a, b) for a, b in zip(before, training.parameters(), strict=True))
-
-    run_ranks(body, 2)
-
-
-def in_a_child(body):
-    """Runs it in a forked child, which then ends as a Python process does; returns what it printed."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.dup2(write, 1)
-        os.dup2(write, 2)
-        status = 1
-        try:
-            body()
-            gc.collect()
-            print("done", flush=True)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-    os.close(write)
-    with os.fdopen(read) as output:
-        text = output.read()
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text
-
-
-def use(running):
-    """All that a child may try; what speaks to peers is refused at once."""
-    before = time.monotonic()
-    if isinstance(running, Training):
-        ddp = running.ddp
-        with pytest.raises(RuntimeError, match="forked"):
-            ddp.module(torch.ones(1, 60)).sum().backward()
-        with pytest.raises(ValueError, match="forked"):
-            ddp.sync_buffers() if list(ddp.buffers()) else ddp._comm.barrier()
-        for p in ddp.parameters():
-            p.grad.fill_(1e9)  # lies in the memory of a bucket
-        with torch.no_grad():
-            ddp(torch.ones(1, 60))
-        ddp.reducer.transport.abort("no matter")
-        with ddp.no_sync():
-            ddp(torch.ones(1, 60)).sum().backward()
-    else:
-        comm = running.comm
-        for call in (comm.barrier, running.iterate, lambda: comm.all_gather_bytes(b"")):
-            with pytest.raises(ValueError, match="forked"):
-                call()
-        for x in running.arrays:
-            x.fill_(1e9)
-        comm._transport.abort("no matter")
-    with pytest.raises(RuntimeError, match="forked"):
-        Communicator()
-    assert time.monotonic() - before < 3
-
-
-def hold(running):
-    pass
-
-
-def destroy(running):
-    if isinstance(running, Communication):
-        running.comm.close()
-    else:
-        running.ddp.reducer.close()
-    vars(running).clear()
-    gc.collect()
-
-
-@each_transport
-@each_program
-@pytest.mark.parametrize("act", [hold, use, destroy])
-def test_a_forked_child_does_no_harm_to_its_parents_group(act, program, transport):
-    def body(rank, world):
-        torch.set_num_threads(1)
-        running = PROGRAMS[program](transport, timeout=10)
-        for _ in range(3):
-            running.iterate()
-        if program == "training":
-            grads = [p.grad.clone() for p in running.ddp.parameters()]
-        if rank == 1:
-            status, text = in_a_child(lambda: act(running))
-            assert (status, text) == (0, "done\n"), text
-        if program == "training":
-            assert all(torch.equal(p.grad, g) for p, g in zip(running.ddp.parameters(), grads, strict=True))
-            assert_same_gradients(running, world)
-        for _ in range(3):
-            running.iterate()
-        if program == "communicator":
-            assert all((x == world).all() for x in running.arrays)
-
-    run_ranks(body, 2)
-
-
-def assert_same_gradients(training, world):
-    training.backward()
-    for p in training.ddp.parameters():
-        gathered = [torch.empty_like(p) for _ in range(world)]
-        dist.all_gather(gathered, p.grad.contiguous())
-        assert all(torch.equal(g, gathered[0]) for g in gathered)
-
-
-@each_transport
-def test_a_child_that_is_forked_with_an_operation_in_flight_does_no_harm(transport):
-    def body(rank, world):
-        comm = Communicator(transport=transport, timeout=10)
-        x = comm.empty(100000).fill_(1.0)
-        store = dist.distributed_c10d._get_default_store()
-        if rank == 1:
-            store.wait(["child ended"])
-            comm.all_reduce(x)
-        else:
-            work = comm.all_reduce(x, async_op=True)
-
-            def child():
-                nonlocal work, comm
-                for call in (work.wait, work.done):
-                    with pytest.raises(ValueError, match="forked"):
-                        call()
-                comm.close()
-                del work, comm
-
-            status, text = in_a_child(child)
-            store.set("child ended", "")
-            assert (status, text) == (0, "done\n"), text
-            work.wait()
-        assert (x == world).all()
-
-    run_ranks(body, 2)
-
-
-@each_transport
-def test_a_child_that_is_forked_by_a_signal_in_the_middle_of_a_wait_does_no_harm(transport):
-    def body(rank, world):
-        comm = Communicator(transport=transport, timeout=10)
-        store = dist.distributed_c10d._get_default_store()
-        children = []
-
-        def fork(*_):
-            pid = os.fork()
-            children.append(pid)
-            if pid == 0:
-                signal.alarm(5)
-
-        if rank == 1:
-            time.sleep(1)
-            comm.barrier()
-        else:
-            signal.signal(signal.SIGUSR2, fork)
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR2)).start()
-            try:
-                comm.barrier()
-            except ValueError as error:
-                os._exit(7 if children == [0] and "forked" in str(error) else 8)
-            assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 7
-        comm.barrier()
-        store.set(f"done {rank}", "")
 
     run_ranks(body, 2)
 
