@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import sys
 from collections.abc import Sequence
 from importlib import metadata
 
@@ -25,11 +24,16 @@ def machine() -> dict:
 def versions() -> dict:
     """Versions of what is compared; None for what is not installed."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("gpucomm", "mpi4py"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = getattr(sys.modules.get(name), "__version__", None)  # from a source tree
+    try:
+        from gpucomm.version import __version__ as ours  # not its metadata: it may run from a source tree
+
+        found["gpucomm"] = ours
+    except ImportError:
+        found["gpucomm"] = None
+    try:
+        found["mpi4py"] = metadata.version("mpi4py")
+    except metadata.PackageNotFoundError:
+        found["mpi4py"] = None
     return found
 
 
