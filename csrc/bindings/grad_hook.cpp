@@ -21,43 +21,45 @@ namespace gpucomm {
 
 namespace {
 
-PyObject* grad_name = nullptr;   // interned "grad"
-PyObject* hooks_name = nullptr;  // interned "_post_accumulate_grad_hooks"
-
-// `param.grad`, past the look-up of the name: a third of its cost. The descriptor of the type seen last, normally
-// torch.nn.Parameter.
-struct GradAttribute {
-  PyTypeObject* type = nullptr;
-  const PyGetSetDef* accessors = nullptr;
-
-  static GradAttribute known;
+// An attribute of parameters, past the look-up of its name: a third of its cost. Remembers the accessors that the type
+// seen last, normally torch.nn.Parameter, has for it.
+class ParameterAttribute {
+ public:
+  void name_it(const char* name) { name_ = PyUnicode_InternFromString(name); }
 
   // Finds the accessors if the type has them in C, as torch's have.
-  static void look_at(PyTypeObject* type) {
-    if (type == known.type) return;
-    PyObject* found = PyObject_GetAttr(reinterpret_cast<PyObject*>(type), grad_name);
+  void look_at(PyTypeObject* type) {
+    if (type == type_) return;
+    PyObject* found = PyObject_GetAttr(reinterpret_cast<PyObject*>(type), name_);
     if (found && Py_IS_TYPE(found, &PyGetSetDescr_Type)) {
       Py_INCREF(type);  // and with it the descriptor, so that both addresses stay theirs
-      Py_XDECREF(known.type);
-      known = {type, reinterpret_cast<PyGetSetDescrObject*>(found)->d_getset};
+      Py_XDECREF(type_);
+      type_ = type;
+      accessors_ = reinterpret_cast<PyGetSetDescrObject*>(found)->d_getset;
     }
     PyErr_Clear();
     Py_XDECREF(found);
   }
 
-  static PyObject* get(PyObject* param) {
-    if (Py_IS_TYPE(param, known.type)) return known.accessors->get(param, known.accessors->closure);
-    return PyObject_GetAttr(param, grad_name);
+  PyObject* get(PyObject* param) const {
+    if (Py_IS_TYPE(param, type_)) return accessors_->get(param, accessors_->closure);
+    return PyObject_GetAttr(param, name_);
   }
 
   // 0, or -1 with an error set.
-  static int set(PyObject* param, PyObject* grad) {
-    if (Py_IS_TYPE(param, known.type)) return known.accessors->set(param, grad, known.accessors->closure);
-    return PyObject_SetAttr(param, grad_name, grad);
+  int set(PyObject* param, PyObject* value) const {
+    if (Py_IS_TYPE(param, type_)) return accessors_->set(param, value, accessors_->closure);
+    return PyObject_SetAttr(param, name_, value);
   }
+
+ private:
+  PyObject* name_ = nullptr;  // interned
+  PyTypeObject* type_ = nullptr;
+  const PyGetSetDef* accessors_ = nullptr;
 };
 
-GradAttribute GradAttribute::known;
+ParameterAttribute grad_attribute;
+ParameterAttribute hooks_attribute;
 
 struct GradHook {
   PyObject_HEAD vectorcallfunc vectorcall;
@@ -79,7 +81,7 @@ PyObject* call_other(GradHook* self, PyObject* param) {
 
 // Hooks that the program added may come after ours, and want the gradient.
 bool is_only_hook(PyObject* param) {
-  PyObject* hooks = PyObject_GetAttr(param, hooks_name);
+  PyObject* hooks = hooks_attribute.get(param);
   const bool only = hooks && PyDict_Check(hooks) && PyDict_GET_SIZE(hooks) == 1;
   Py_XDECREF(hooks);
   PyErr_Clear();
@@ -122,7 +124,7 @@ PyObject* grad_hook_call(PyObject* object, PyObject* const* args, size_t nargsf,
       !is_only_hook(param)) {
     return call_other(self, param);
   }
-  PyObject* grad = GradAttribute::get(param);
+  PyObject* grad = grad_attribute.get(param);
   if (!grad) return nullptr;
   HostArray array;
   Layout layout;
@@ -139,7 +141,7 @@ PyObject* grad_hook_call(PyObject* object, PyObject* const* args, size_t nargsf,
     return nullptr;
   }
   Py_DECREF(grad);
-  if (GradAttribute::set(param, Py_None) != 0) return nullptr;
+  if (grad_attribute.set(param, Py_None) != 0) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -206,7 +208,7 @@ void install_views(const Engine& engine, const Verdict& verdict, const py::list&
   for (size_t i = 0; i < count; ++i) {
     if (engine.slot(static_cast<int32_t>(i)).bucket < 0 || !verdict.used.test(i)) continue;
     const auto at = static_cast<Py_ssize_t>(i);
-    if (GradAttribute::set(PyList_GET_ITEM(params.ptr(), at), PyList_GET_ITEM(views.ptr(), at)) != 0) {
+    if (grad_attribute.set(PyList_GET_ITEM(params.ptr(), at), PyList_GET_ITEM(views.ptr(), at)) != 0) {
       throw py::error_already_set();
     }
   }
@@ -220,7 +222,10 @@ std::vector<int32_t> stale_views(const Engine& engine, const py::list& params, c
   std::vector<int32_t> stale;
   const size_t count = engine.parameter_count();
   if (params.size() != count || views.size() != count) throw py::value_error("params and views: one per parameter");
-  if (count > 0) GradAttribute::look_at(Py_TYPE(PyList_GET_ITEM(params.ptr(), 0)));
+  if (count > 0) {
+    grad_attribute.look_at(Py_TYPE(PyList_GET_ITEM(params.ptr(), 0)));
+    hooks_attribute.look_at(Py_TYPE(PyList_GET_ITEM(params.ptr(), 0)));
+  }
   for (size_t i = 0; i < count; ++i) {
     const Slot& slot = engine.slot(static_cast<int32_t>(i));
     if (slot.bucket < 0) continue;
@@ -229,7 +234,7 @@ std::vector<int32_t> stale_views(const Engine& engine, const py::list& params, c
     bool usable = read_host_array(view, &array, nullptr) && (array.address == slot.address || array.numel == 0);
     PyErr_Clear();
     if (usable && Py_REFCNT(view) > 1) {
-      PyObject* grad = GradAttribute::get(PyList_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(i)));
+      PyObject* grad = grad_attribute.get(PyList_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(i)));
       if (!grad) throw py::error_already_set();
       const bool is_grad = grad == view;
       Py_DECREF(grad);
@@ -243,8 +248,8 @@ std::vector<int32_t> stale_views(const Engine& engine, const py::list& params, c
 }  // namespace
 
 void bind_grad_hook(py::module_& module) {
-  grad_name = PyUnicode_InternFromString("grad");
-  hooks_name = PyUnicode_InternFromString("_post_accumulate_grad_hooks");
+  grad_attribute.name_it("grad");
+  hooks_attribute.name_it("_post_accumulate_grad_hooks");
   grad_hook_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&grad_hook_spec));
   if (!grad_hook_type) throw py::error_already_set();
   module.add_object("GradHook", reinterpret_cast<PyObject*>(grad_hook_type));
