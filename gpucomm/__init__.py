@@ -8,7 +8,6 @@ if find_spec("gpucomm._core") is None:
         "another folder, use .venv/bin/python after `make train`, or build it in place with `make dev`"
     )
 
-from gpucomm.buckets import BucketPlan
 from gpucomm.communicator import Communicator
 from gpucomm.ddp import DistributedDataParallel
 from gpucomm.errors import (
@@ -21,6 +20,7 @@ from gpucomm.errors import (
     StepFailed,
     TransportUnavailable,
 )
+from gpucomm.reduction.buckets import BucketPlan
 from gpucomm.trainer import CheckpointError, Trainer
 from gpucomm.transport import Transport
 from gpucomm.version import __version__

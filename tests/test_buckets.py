@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpucomm import BucketPlan
-from gpucomm.buckets import SLOT_ALIGNMENT, ParameterSpec, contiguous_strides, count_in_memory, is_dense
+from gpucomm.reduction.buckets import SLOT_ALIGNMENT, ParameterSpec, contiguous_strides, count_in_memory, is_dense
 
 
 def specs_of(*shapes, dtype=torch.float32):

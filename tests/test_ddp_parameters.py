@@ -11,7 +11,7 @@ from torch import nn
 from toys import batch, mlp
 
 from gpucomm import DistributedDataParallel as Ours
-from gpucomm.second_round import SecondRound
+from gpucomm.reduction.second_round import SecondRound
 
 Stock = nn.parallel.DistributedDataParallel
 

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from torch import nn
 from toys import batch, mlp
 
-import gpucomm.ddp as ddp_module
+import gpucomm.ddp.wrapper as ddp_module
 from gpucomm import BucketPlan, Transport, _core
 from gpucomm import DistributedDataParallel as Ours
 

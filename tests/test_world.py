@@ -15,8 +15,8 @@ from expect import raises
 from ranks import run_ranks
 
 from gpucomm import Communicator, DistributedDataParallel, _core
-from gpucomm.buckets import BucketPlan
 from gpucomm.errors import CommError, CommTimeout, PeerFailed, TransportUnavailable
+from gpucomm.reduction.buckets import BucketPlan
 
 each_transport = pytest.mark.parametrize("transport", ["shm", "c10d", "loopback"])
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from gpucomm import _core
-from gpucomm.buckets import BucketMemory, BucketPlan, ParameterSpec, allocate_buckets
 from gpucomm.communicator import Communicator
+from gpucomm.reduction.buckets import BucketMemory, BucketPlan, ParameterSpec, allocate_buckets
 
 
 class Slots:

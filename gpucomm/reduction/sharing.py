@@ -7,7 +7,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 if TYPE_CHECKING:
-    from gpucomm.reducer import Reducer
+    from gpucomm.reduction.reducer import Reducer
 
 _live: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
 

@@ -20,17 +20,17 @@ from typing import NoReturn
 import torch
 
 from gpucomm import _core
-from gpucomm.backward import BackwardEnd, queue_at_outermost_end, starts_on_this_thread
-from gpucomm.buckets import BucketMemory, BucketPlan
 from gpucomm.communicator import Communicator
 from gpucomm.errors import CommError, CommTimeout, PeerFailed, StepFailed, text_of
-from gpucomm.hooks import Hooks
-from gpucomm.parameters import ParameterTable
-from gpucomm.second_round import SecondRound
-from gpucomm.sharing import claim, enlist
-from gpucomm.slots import Slots
+from gpucomm.reduction.backward import BackwardEnd, queue_at_outermost_end, starts_on_this_thread
+from gpucomm.reduction.buckets import BucketMemory, BucketPlan
+from gpucomm.reduction.hooks import Hooks
+from gpucomm.reduction.parameters import ParameterTable
+from gpucomm.reduction.second_round import SecondRound
+from gpucomm.reduction.sharing import claim, enlist
+from gpucomm.reduction.slots import Slots
+from gpucomm.reduction.usage import Usage
 from gpucomm.transport import Transport
-from gpucomm.usage import Usage
 
 
 class Reducer:

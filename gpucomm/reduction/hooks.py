@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from gpucomm import _core
-from gpucomm.parameters import ParameterTable
+from gpucomm.reduction.parameters import ParameterTable
 
 
 class Hooks:

@@ -11,11 +11,11 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gpucomm import _core
-from gpucomm.buckets import MIB, BucketPlan, ParameterSpec
 from gpucomm.communicator import Communicator
-from gpucomm.parameters import ParameterTable
-from gpucomm.reducer import Reducer
-from gpucomm.replicas import broadcast_tensors, check_same_model
+from gpucomm.ddp.replicas import broadcast_tensors, check_same_model
+from gpucomm.reduction.buckets import MIB, BucketPlan, ParameterSpec
+from gpucomm.reduction.parameters import ParameterTable
+from gpucomm.reduction.reducer import Reducer
 from gpucomm.trace import TraceEvent, read_trace
 from gpucomm.transport import Transport
 from gpucomm.world import World, withdrawing

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from gpucomm.buckets import MIB
 from gpucomm.communicator import Communicator
 from gpucomm.errors import ModelsDiffer
+from gpucomm.reduction.buckets import MIB
 from gpucomm.world import Exchange
 
 # Tensors are brought together in pieces of this size, so that a broadcast needs little memory beside the model.

@@ -12,7 +12,7 @@ import torch
 from gpucomm.errors import StepFailed
 
 if TYPE_CHECKING:
-    from gpucomm.reducer import Reducer
+    from gpucomm.reduction.reducer import Reducer
 
 
 class SecondRound:

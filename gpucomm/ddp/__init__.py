@@ -1,0 +1,5 @@
+"""DistributedDataParallel: torch's surface over our reduction."""
+
+from gpucomm.ddp.wrapper import DistributedDataParallel
+
+__all__ = ["DistributedDataParallel"]
