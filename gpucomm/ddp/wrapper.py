@@ -1,24 +1,28 @@
 """DistributedDataParallel: torch's surface over our reducer."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gpucomm import _core
 from gpucomm.communicator import Communicator
+from gpucomm.ddp.comm_hooks import CAPS as HOOK_CAPS
+from gpucomm.ddp.comm_hooks import builtin_hook, check_hook
 from gpucomm.ddp.replicas import broadcast_tensors, check_same_model
 from gpucomm.reduction.buckets import MIB, BucketPlan, ParameterSpec
 from gpucomm.reduction.parameters import ParameterTable
 from gpucomm.reduction.reducer import Reducer
 from gpucomm.trace import TraceEvent, read_trace
 from gpucomm.transport import Transport
-from gpucomm.world import World, withdrawing
+from gpucomm.world import World, nonfinite_policy, withdrawing
 
 # What stock reports as its default; our own plan has buckets of another size.
 _STOCK_CAP_MIB = 25
@@ -43,6 +47,9 @@ class DistributedDataParallel(TorchDDP):
             itself), "shm", "c10d", "loopback" (this process stands for all ranks), or a gpucomm Transport.
         plan: a BucketPlan to use in place of one made from the order in which gradients become ready.
         timeout: timedelta or seconds a wait for a peer lasts before CommTimeout; default: the process group's.
+        nonfinite: what becomes of an iteration in which a gradient is infinite or not a number: "pass" (nothing), "raise"
+            (NonFinite on every rank, naming the first rank and parameter), or "skip" (on every rank, optimizers leave
+            the parameters alone; .grad stays as it is, so that a GradScaler lowers its scale); default: pass.
 
     Raises:
         ModelsDiffer: the ranks' models differ; on every rank, naming the first difference.
@@ -80,6 +87,7 @@ class DistributedDataParallel(TorchDDP):
         transport: str | Transport = "auto",
         plan: BucketPlan | None = None,
         timeout: timedelta | float | None = None,
+        nonfinite: str | None = None,
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -91,8 +99,9 @@ class DistributedDataParallel(TorchDDP):
                 device_mesh=device_mesh,
                 skip_all_reduce_unused_params=skip_all_reduce_unused_params or None,
             )
-            caps = _bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
+            self._caps = caps = _bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
             world = World.of(process_group, timeout, transport)
+            nonfinite = nonfinite_policy(nonfinite)
             self.process_group = world.group
             self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
             table = ParameterTable(module, self.parameters_to_ignore)
@@ -140,6 +149,8 @@ class DistributedDataParallel(TorchDDP):
             core_transport,
             caps if caps is not None else _OWN_CAPS.get(core_transport.name(), _SOCKET_CAPS),
             piece_bytes=_PIECE_BYTES.get(core_transport.name(), 0),
+            timeout_s=world.timeout_s,
+            nonfinite=nonfinite,
             allow_unused=find_unused_parameters,
             static_graph=static_graph,
             plan=plan,
@@ -207,6 +218,47 @@ class DistributedDataParallel(TorchDDP):
         """The name of the transport in use."""
         return self._comm.transport
 
+    # ---- communication hooks
+
+    def register_comm_hook(self, state: object, hook: Callable) -> None:
+        """Has each bucket reduced by hook(state, bucket), as torch's class does; collective, before backward.
+
+        bucket: torch's GradBucket, or what has its methods; the gradients in it are this rank's, undivided. The hook
+        returns a torch Future of a tensor of the bucket's size, which becomes the gradients. A further hook gets, after
+        backward, what those before it made of a bucket. Gradients without a slot in a bucket (in the iteration in which
+        a parameter is unfrozen or replaced, sparse ones) are averaged without the hook.
+        """
+        check_hook(hook)
+        caps = self._caps if self._caps is not None else HOOK_CAPS
+        self.reducer.add_comm_hook(state, hook, caps, self.process_group)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        if (hook := builtin_hook(comm_hook_type)) is not None:
+            self.register_comm_hook(self.process_group, hook)
+
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        """Has an optimizer made that steps a bucket's parameters as soon as it is reduced, as torch's class does."""
+        overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
+        try:
+            overlapped.register_ddp(self)
+        except NotImplementedError as error:
+            raise RuntimeError(
+                f"{optim} does not support overlapped DDP: torch has no functional form of it"
+            ) from error
+
+    # ---- means
+
+    @contextmanager
+    def weight(self, count: float) -> Iterator[None]:
+        """Around forward and backward of a micro-batch: its loss is a sum over `count` samples or tokens.
+
+        The gradients of the iteration become the sum over all micro-batches of all ranks, divided by the sum of their
+        counts: those of one process on everything together, however uneven the ranks' shares. All ranks give weights in
+        an iteration or none does, else it raises StepFailed. count: a number of 0 or more, or a tensor of one element.
+        """
+        self.reducer.weight.add(count)
+        yield
+
     # ---- not served yet
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
@@ -214,15 +266,6 @@ class DistributedDataParallel(TorchDDP):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         raise NotImplementedError("join_hook is not served yet")
-
-    def register_comm_hook(self, state: object, hook: Any) -> None:
-        raise NotImplementedError("register_comm_hook is not served yet")
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        raise NotImplementedError("_register_builtin_comm_hook is not served yet")
-
-    def _register_fused_optim(self, optim: Any, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        raise NotImplementedError("_register_fused_optim is not served yet")
 
     def _register_buffer_comm_hook(self, state: Any, hook: Any, comm_hook_location: Any = None) -> None:
         raise NotImplementedError("_register_buffer_comm_hook is not served yet")
