@@ -152,6 +152,7 @@ void bind_engine(py::module_& module) {
       .def("used", &Engine::used, py::arg("parameter"), "since the last reduction")
       .def("packed", &Engine::packed, py::arg("parameter"))
       .def("has_slot", [](const Engine& e, int32_t parameter) { return e.slot(parameter).bucket >= 0; })
+      .def("set_check_finite", &Engine::set_check_finite, py::arg("check"))
       .def("request_second_round", &Engine::request_second_round, py::arg("parameter"))
       .def("missing", &Engine::missing)
       .def("hand_over_to", &Engine::hand_over_to, py::arg("take"))
@@ -165,6 +166,7 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("iteration", &Engine::iteration)
       .def_property_readonly("launched", &Engine::launched)
       .def_property_readonly("reduced", &Engine::reduced)
+      .def_property_readonly("nonfinite_parameter", &Engine::nonfinite_parameter)
       .def_property_readonly("wait_ns", &Engine::wait_ns)
       .def_property_readonly("ready_order", &Engine::ready_order);
 }

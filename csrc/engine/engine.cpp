@@ -90,6 +90,7 @@ void Engine::arm() {
   reduced_ = 0;
   wait_ticks_ = 0;
   ready_order_.clear();
+  nonfinite_parameter_ = -1;
   packed_.assign(packed_.size(), 0);
   second_round_.clear();
   for (Bucket& bucket : buckets_) {
@@ -102,7 +103,7 @@ void Engine::mark_ready(int32_t parameter, const void* grad, DType grad_dtype) {
   const Slot& slot = slots_[static_cast<size_t>(parameter)];
   const uint64_t ready = ticks();
   const size_t bytes = slot.numel * size_of(slot.dtype);
-  pack_in_pieces(slot, grad, grad_dtype);
+  pack_in_pieces(parameter, grad, grad_dtype);
   trace_->record(TraceKind::kPack, parameter, ready, ticks(), bytes, iteration_);
   used_.set(static_cast<size_t>(parameter));
   ready_order_.push_back(parameter);
@@ -116,7 +117,8 @@ size_t Engine::piece_numel(const Bucket& bucket) const {
 
 // Packs up to each border between pieces that lies in the slot and launches what ends there; the rest is left to the
 // caller. So a piece of a large gradient is reduced while it is in cache.
-void Engine::pack_in_pieces(const Slot& slot, const void* grad, DType grad_dtype) {
+void Engine::pack_in_pieces(int32_t parameter, const void* grad, DType grad_dtype) {
+  const Slot& slot = slots_[static_cast<size_t>(parameter)];
   Bucket& bucket = bucket_of(slot);
   const size_t piece = piece_numel(bucket);
   const bool in_order = bucket.in_order == slot.order;
@@ -124,8 +126,10 @@ void Engine::pack_in_pieces(const Slot& slot, const void* grad, DType grad_dtype
   while (done < slot.numel) {
     size_t numel = slot.numel - done;
     if (in_order && piece > 0) numel = std::min(numel, piece - (slot.offset + done) % piece);
-    codec_->pack(slot.address + done * size_of(slot.dtype), slot.dtype,
-                 static_cast<const std::byte*>(grad) + done * size_of(grad_dtype), grad_dtype, numel, pack_scale_);
+    std::byte* to = slot.address + done * size_of(slot.dtype);
+    codec_->pack(to, slot.dtype, static_cast<const std::byte*>(grad) + done * size_of(grad_dtype), grad_dtype, numel,
+                 pack_scale_);
+    check_finite(parameter, to, slot.dtype, numel);
     done += numel;
     if (in_order && done < slot.numel) {
       bucket.packed = slot.offset + done;
@@ -140,8 +144,15 @@ void Engine::complete(int32_t parameter, const void* grad, DType grad_dtype) {
     codec_->zero(slot.address, slot.numel * size_of(slot.dtype));
   } else {
     codec_->pack(slot.address, slot.dtype, grad, grad_dtype, slot.numel, pack_scale_);
+    check_finite(parameter, slot.address, slot.dtype, slot.numel);
   }
   count_down(parameter);
+}
+
+// Before what was packed is launched: a peer may write its mean there from then on.
+void Engine::check_finite(int32_t parameter, const void* packed, DType dtype, size_t numel) {
+  if (!check_finite_ || (nonfinite_parameter_ >= 0 && nonfinite_parameter_ <= parameter)) return;
+  if (codec_->first_nonfinite(packed, dtype, numel) >= 0) nonfinite_parameter_ = parameter;
 }
 
 void Engine::mark_packed(int32_t parameter) {

@@ -91,6 +91,13 @@ class Engine {
   // For a caller that has written the slot itself (foreign layouts): only counts it.
   void mark_packed(int32_t parameter);
 
+  // Whether mark_ready(), mark_packed() and complete() look for infinities and NaN in what they packed, while it is in
+  // cache and before a rank can reduce it: in the slot, as it will travel. Off until asked for; holds from the next
+  // gradient on.
+  void set_check_finite(bool check) { check_finite_ = check; }
+  // The lowest parameter index with such an element in this iteration, on this rank; -1: none was found.
+  int32_t nonfinite_parameter() const { return nonfinite_parameter_; }
+
   // The gradient cannot go through its slot (a second gradient after packing, no slot, another dtype): asks all ranks
   // for a second round on this parameter.
   void request_second_round(int32_t parameter);
@@ -129,7 +136,8 @@ class Engine {
  private:
   Bucket& bucket_of(const Slot& slot) { return buckets_[static_cast<size_t>(slot.bucket)]; }
   size_t piece_numel(const Bucket& bucket) const;
-  void pack_in_pieces(const Slot& slot, const void* grad, DType grad_dtype);
+  void pack_in_pieces(int32_t parameter, const void* grad, DType grad_dtype);
+  void check_finite(int32_t parameter, const void* packed, DType dtype, size_t numel);
   void count_down(int32_t parameter);
   void launch_packed();
   bool launch_next_piece(Bucket& bucket);
@@ -147,6 +155,7 @@ class Engine {
   double pack_scale_ = 1.0;    // or by pack where the transport cannot
   size_t piece_bytes_;
   TakeBucket take_;
+  bool check_finite_ = false;
 
   Mode mode_ = Mode::kIdle;
   std::thread::id thread_;
@@ -155,6 +164,7 @@ class Engine {
   std::vector<Slot> slots_;
   std::vector<uint8_t> packed_;
   std::vector<int32_t> ready_order_;
+  int32_t nonfinite_parameter_ = -1;
   std::vector<Bucket> buckets_;
   bool ending_ = false;  // all slots are packed
   size_t launched_ = 0;  // buckets launched as a whole in this iteration, in plan order
