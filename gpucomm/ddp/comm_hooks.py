@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from gpucomm.reduction.buckets import MIB
@@ -21,7 +21,7 @@ def check_hook(hook: Any) -> None:
     signature = inspect.signature(hook)
     if "bucket" not in signature.parameters:
         raise ValueError(f"Communication hook: accepted is hook(state, bucket), it is {hook!r}{signature}.")
-    if signature.parameters["bucket"].annotation not in (inspect.Parameter.empty, dist.GradBucket):
+    if signature.parameters["bucket"].annotation not in (inspect.Parameter.empty, GradBucket):
         raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
     if signature.return_annotation not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
         raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
@@ -29,8 +29,8 @@ def check_hook(hook: Any) -> None:
 
 def builtin_hook(kind: Any) -> Callable | None:
     """The Python hook that does what a built-in one does; None for the all-reduce, which is what happens anyway."""
-    if kind == dist.BuiltinCommHookType.ALLREDUCE:
+    if kind == BuiltinCommHookType.ALLREDUCE:
         return None
-    if kind == dist.BuiltinCommHookType.FP16_COMPRESS:
+    if kind == BuiltinCommHookType.FP16_COMPRESS:
         return default_hooks.fp16_compress_hook
     raise TypeError(f"comm_hook_type is {kind!r}, accepted are BuiltinCommHookType.ALLREDUCE and FP16_COMPRESS")

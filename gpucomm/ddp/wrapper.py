@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.ddp.comm_hooks import CAPS as HOOK_CAPS
 from gpucomm.ddp.comm_hooks import builtin_hook, check_hook
+from gpucomm.ddp.join import DdpJoinHook, meet_in_forward
 from gpucomm.ddp.replicas import broadcast_tensors, check_same_model
 from gpucomm.reduction.buckets import MIB, BucketPlan, ParameterSpec
 from gpucomm.reduction.parameters import ParameterTable
@@ -47,9 +47,9 @@ class DistributedDataParallel(TorchDDP):
             itself), "shm", "c10d", "loopback" (this process stands for all ranks), or a gpucomm Transport.
         plan: a BucketPlan to use in place of one made from the order in which gradients become ready.
         timeout: timedelta or seconds a wait for a peer lasts before CommTimeout; default: the process group's.
-        nonfinite: what becomes of an iteration in which a gradient is infinite or not a number: "pass" (nothing), "raise"
-            (NonFinite on every rank, naming the first rank and parameter), or "skip" (on every rank, optimizers leave
-            the parameters alone; .grad stays as it is, so that a GradScaler lowers its scale); default: pass.
+        nonfinite: what becomes of an iteration with a gradient that is infinite or not a number: "pass" (nothing),
+            "raise" (NonFinite on every rank, naming the first rank and parameter), or "skip" (on every rank, optimizers
+            leave the parameters alone; .grad stays as it is, so that a GradScaler lowers its scale); default: pass.
 
     Raises:
         ModelsDiffer: the ranks' models differ; on every rank, naming the first difference.
@@ -169,9 +169,17 @@ class DistributedDataParallel(TorchDDP):
         if torch.is_grad_enabled():
             self.reducer.before_forward()
         # Not in an evaluation under no_grad, which one rank may well run alone.
-        if (torch.is_grad_enabled() or self.training) and self.will_sync_module_buffers():
-            self.sync_buffers()
+        if torch.is_grad_enabled() or self.training:
+            self._meet_peers()
         return inputs, kwargs
+
+    def _meet_peers(self) -> None:
+        Join.notify_join_context(self)
+        source: int | None = 0 if self.will_sync_module_buffers() else None
+        if self._join_config.enable:
+            source, _ = meet_in_forward(self, joined=False)
+        if source is not None:
+            self.sync_buffers(source)
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self._inside_ddp_forward():
@@ -199,10 +207,13 @@ class DistributedDataParallel(TorchDDP):
     def will_sync_module_buffers(self) -> bool:
         return self.require_forward_param_sync and self.forward_sync_buffers and len(self.modules_buffers) > 0
 
-    def sync_buffers(self) -> None:
-        """Gives every rank rank 0's buffers; collective. Training forwards do it by themselves."""
+    def sync_buffers(self, source: int = 0) -> None:
+        """Gives every rank the buffers of rank `source` of the group; collective. Training forwards do it too."""
         self._assign_modules_buffers()  # a program may put a new tensor in a buffer's place
-        broadcast_tensors(self.modules_buffers, self._comm)
+        self._sync_module_buffers(source)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        broadcast_tensors(self.modules_buffers, self._comm, authoritative_rank)
 
     def _sync_buffers(self) -> None:
         self.sync_buffers()
@@ -238,13 +249,14 @@ class DistributedDataParallel(TorchDDP):
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         """Has an optimizer made that steps a bucket's parameters as soon as it is reduced, as torch's class does."""
+        # Lazily: it compiles TorchScript when it is imported.
+        from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
+
         overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
         try:
             overlapped.register_ddp(self)
         except NotImplementedError as error:
-            raise RuntimeError(
-                f"{optim} does not support overlapped DDP: torch has no functional form of it"
-            ) from error
+            raise RuntimeError(f"{optim} does not support overlapped DDP: torch has no functional one") from error
 
     # ---- means
 
@@ -261,11 +273,9 @@ class DistributedDataParallel(TorchDDP):
 
     # ---- not served yet
 
-    def join(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("join is not served yet")
-
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        raise NotImplementedError("join_hook is not served yet")
+        """For torch's Join context; takes divide_by_initial_world_size, see join()."""
+        return DdpJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
 
     def _register_buffer_comm_hook(self, state: Any, hook: Any, comm_hook_location: Any = None) -> None:
         raise NotImplementedError("_register_buffer_comm_hook is not served yet")

@@ -18,8 +18,8 @@ from gpucomm.reduction.slots import Slots
 Hook = Callable[[Any, Any], torch.futures.Future]
 
 # Known to issue all of their collectives when they are called, none from a callback.
-_ONE_STAGE = {default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook}
-_ONE_STAGE |= {debugging_hooks.noop_hook}
+_ONE_STAGE: set[Hook] = {default_hooks.allreduce_hook, default_hooks.fp16_compress_hook}
+_ONE_STAGE |= {default_hooks.bf16_compress_hook, debugging_hooks.noop_hook}
 
 _POLL_S = 0.0002
 _LOOK_AT_PEERS_S = 0.2
@@ -66,14 +66,16 @@ class GradBucket:
     def take(self, result: torch.Tensor) -> None:
         """Makes what a hook's future holds the content of the bucket. Raises ValueError if it has another size."""
         flat = self._memory.flat_as(self._gradients[0].dtype)
+        if flat.is_complex() and not result.is_complex():
+            flat = torch.view_as_real(flat)  # what torch's collectives make of complex tensors
         if result.numel() != flat.numel():
             raise ValueError(
                 f"the communication hook returned {result.numel()} elements for bucket {self._index}, which has "
                 f"{flat.numel()}"
             )
         if result.data_ptr() != flat.data_ptr():
-            flat.copy_(result.detach().reshape(-1))
-        self._buffer = flat
+            flat.copy_(result.detach().reshape(flat.shape))
+        self._buffer = self._memory.flat_as(self._gradients[0].dtype)
 
 
 class CommHooks:
@@ -220,10 +222,10 @@ def name_of(hook: object) -> str:
 
 def collectives_issued() -> dict[str, int]:
     """How many collectives each process group of this process has issued, by the group's name."""
-    issued = {}
+    issued: dict[str, int] = {}
     for group in distributed_c10d._world.pg_map:
         try:
-            issued[group.group_name] = group._get_sequence_number_for_group()
+            issued[group.group_name] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
         except RuntimeError:
             continue  # a backend that does not count
     return issued

@@ -26,14 +26,13 @@ class FiniteCheck:
         engine.set_check_finite(policy != "pass")
 
     def judge(self, verdict: _core.Verdict, means: Iterator[tuple[int, torch.Tensor]], name_of: NameOf) -> None:
-        """means: reduced gradients by parameter, equal on all ranks. Raises NonFinite, or notes that it is to be skipped."""
+        """means: reduced gradients by parameter, equal on all ranks. Raises NonFinite, or has them skipped."""
         if self.policy == "pass":
             return
         self.skipping = False
         guilty = [(rank, words.nonfinite) for rank, words in enumerate(verdict.ranks) if words.nonfinite >= 0]
         if guilty:
-            rank, parameter = guilty[0]
-            ranks = [name_of(r) for r, _ in guilty]
+            parameter, ranks = guilty[0][1], [name_of(r) for r, _ in guilty]
             where, what = f"on rank {ranks[0]}", "is not finite"
         elif (overflown := next((i for i, mean in means if _core.first_nonfinite(mean) >= 0), None)) is not None:
             parameter, ranks = overflown, []

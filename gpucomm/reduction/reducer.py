@@ -104,7 +104,7 @@ class Reducer:
         self._end: Callable[[], BackwardEnd | None] = lambda: None  # of the backward that is under way
         self._started_on: int | None = None  # the thread whose program called backward, as far as seen
         self._arming = False
-        self._fault = ""  # why this iteration fails, though backward may come to its end
+        self._fault: Exception | None = None  # for which this iteration fails, though backward may come to its end
         self._spoiled = False  # the last iteration failed: what is left in .grad is not to be applied
         self._pid = os.getpid()
         self._failure: BaseException | None = None  # communication is broken for good
@@ -206,8 +206,8 @@ class Reducer:
 
     def _refuse_second_backward(self) -> NoReturn:
         """Its gradients may have been added to what the first one reduces, so that one fails too: on every rank."""
-        self._fault = _TWO_BACKWARDS_TEXT
-        raise RuntimeError(_TWO_BACKWARDS_TEXT)
+        self._fault = RuntimeError(_TWO_BACKWARDS_TEXT)
+        raise self._fault
 
     # ---- ready
 
@@ -239,7 +239,7 @@ class Reducer:
             engine.mark_packed(index)
         elif view is not None and self.comm_hooks is not None:
             if not self.comm_hooks.add_late(index, grad):
-                self._fault = (
+                self._fault = RuntimeError(
                     f"parameter '{self.names[index]}' got a second gradient in one backward after the communication "
                     "hook had taken its first; from the next iteration on its bucket waits for the end of backward"
                 )
@@ -255,9 +255,9 @@ class Reducer:
     def _on_backward_end(self) -> None:
         if self.engine.mode == _core.Mode.LOCAL:
             self.engine.disarm()
-            fault, self._fault = self._fault, ""
-            if fault:
-                raise RuntimeError(fault)
+            fault, self._fault = self._fault, None
+            if fault is not None:
+                raise fault
             if self._owes_reduction:
                 self._reduce_next = None  # a forward of those before was to be reduced: its backward is still to come
             self._give_warnings()
@@ -277,7 +277,7 @@ class Reducer:
         self._give_warnings()
 
     def _finish(self) -> None:
-        verdict = self._reduce(failed=bool(self._fault))
+        verdict = self._reduce(failed=self._fault is not None)
         factor = 1.0 if verdict.agreed else self._agree(verdict)
         if self.comm_hooks is not None and not self._shares_group:
             self.comm_hooks.finish()
@@ -346,14 +346,15 @@ class Reducer:
                 view.copy_(grad)
             self.engine.complete(index, view)
         for index, param in enumerate(self.params):
-            if self.slots.views[index] is None and param.grad is not None and self.engine.used(index):
-                if not self._second_round.has(index):  # accumulated under no_sync, nothing came this time
-                    self._second_round.add(index, param.grad)
-                    self.engine.request_second_round(index)
-                    param.grad = None
+            slotless = self.slots.views[index] is None and self.engine.used(index)
+            if slotless and param.grad is not None and not self._second_round.has(index):
+                # Accumulated under no_sync, and nothing came this time.
+                self._second_round.add(index, param.grad)
+                self.engine.request_second_round(index)
+                param.grad = None
 
     def _reduce(self, failed: bool) -> _core.Verdict:
-        """Launches what is left, exchanges the headers and waits, of communication hooks only for those of _shares_group."""
+        """Launches what is left, exchanges the headers and waits; for communication hooks only if _shares_group."""
         if self.comm_hooks is not None:
             try:
                 self.engine.launch_rest()
@@ -363,7 +364,7 @@ class Reducer:
                 if self._shares_group:
                     raise CommError(f"a communication hook raised: {text_of(error)}") from error
                 if not isinstance(error, PeerHookRaised):
-                    self._fault, failed = text_of(error), True
+                    self._fault, failed = error, True
         return self._exchange_headers(failed)
 
     @property
@@ -394,13 +395,13 @@ class Reducer:
         """The ranks are not all in the plain case. Raises the same on every rank; else the factor of the mean."""
         name_of = self.transport.global_rank
         if any(words.failed for words in verdict.ranks):
-            texts = self._share_failure(self._fault)
+            texts = self._share_failure("" if self._fault is None else text_of(self._fault))
             raised = [
                 f"rank {name_of(r)}: {text or 'raised in backward'}"
                 for r, (words, text) in enumerate(zip(verdict.ranks, texts, strict=True))
                 if words.failed
             ]
-            raise StepFailed(f"iteration {self.engine.iteration} failed on {'; '.join(raised)}")
+            raise StepFailed(f"iteration {self.engine.iteration} failed on {'; '.join(raised)}") from self._fault
         check_loops(verdict, name_of)
         per_rank = differing_forwards(verdict, name_of)
         if per_rank is not None and not self._warned_forwards:
@@ -422,8 +423,8 @@ class Reducer:
         texts = [words["text"] for words in everybody]
         if (group := first_uneven_group([words["issued"] for words in everybody])) is not None:
             raise CommError(
-                f"a communication hook raised on some ranks only ({'; '.join(filter(None, texts))}) and left collectives "
-                f"of process group {group} that are not answered: make the group and the wrapper anew"
+                f"a communication hook raised on some ranks only ({'; '.join(filter(None, texts))}) and left "
+                f"collectives of process group {group} that are not answered: make the group and the wrapper anew"
             )
         if hooks is not None and not self._shares_group:
             hooks.drain()
@@ -442,7 +443,7 @@ class Reducer:
         """Backward raised on this rank: keep the peers company to the end of the iteration and tell them."""
         if self.engine.mode != _core.Mode.REDUCE:
             self.engine.disarm()
-            self._fault = ""
+            self._fault = None
             return
         self._spoiled = True
         try:
@@ -468,7 +469,7 @@ class Reducer:
         self._slotless_means.clear()
         self._sparse_means.clear()
         self._kept.clear()
-        self._fault = ""
+        self._fault = None
         self.weight.clear()
         if self.comm_hooks is not None:
             self.comm_hooks.reset()
@@ -511,8 +512,8 @@ class Reducer:
                 param.grad = None
         elif left := [p for p in mine if p.grad is not None]:
             raise RuntimeError(
-                f"optimizer.step() after an iteration that failed: parameter '{self.names[indices[id(left[0])]]}' has a "
-                "gradient of this rank alone; call zero_grad() and repeat the iteration"
+                f"optimizer.step() after an iteration that failed: parameter '{self.names[indices[id(left[0])]]}' has "
+                "a gradient of this rank alone; call zero_grad() and repeat the iteration"
             )
 
     def keep_company(self) -> None:

@@ -83,7 +83,7 @@ class SecondRound:
 def _sparse_mean(mine: torch.Tensor | None, kind: _Kind, comm: Communicator) -> torch.Tensor:
     """The coalesced mean of all ranks' contributions, added in rank order; collective."""
     if mine is None:
-        mine = torch.sparse_coo_tensor(size=kind.shape, dtype=kind.dtype)
+        mine = torch.zeros(kind.shape, dtype=kind.dtype).to_sparse(kind.sparse_dim)
     mine = (mine if mine.layout == torch.sparse_coo else mine.to_sparse(kind.sparse_dim)).coalesce()
     if mine.sparse_dim() != kind.sparse_dim:
         mine = mine.to_dense().to_sparse(kind.sparse_dim)
@@ -94,4 +94,5 @@ def _sparse_mean(mine: torch.Tensor | None, kind: _Kind, comm: Communicator) -> 
         torch.cat([part.view(-1, kind.sparse_dim) for part in indices]).T,
         torch.cat([part.view(kind.dtype).view(-1, *tail) for part in values]),
         kind.shape,
+        check_invariants=False,  # said aloud, else torch warns
     ).coalesce()

@@ -133,11 +133,8 @@ class Slots:
         order = [i for i in self.plan.parameters if i not in sparse]
         present = set(order)
         new = [i for i in parameters if i not in present and i not in sparse]
-        if (
-            len(order) == len(self.plan.parameters)
-            and not new
-            and all(self.specs[i].is_like(specs[i]) for i in parameters if i in present)
-        ):
+        fits = all(self.specs[i].is_like(specs[i]) for i in parameters if i in present)
+        if fits and not new and len(order) == len(self.plan.parameters):
             self.plan_next(None)
         else:
             self.plan_next(BucketPlan.build(specs, order + new, self._caps, self._alignment))

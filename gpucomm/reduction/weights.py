@@ -18,7 +18,7 @@ class Weight:
             count = count.item()
         if isinstance(count, bool) or not isinstance(count, Real):
             raise TypeError(f"weight is {count!r}, accepted is a number of samples or tokens")
-        if not 0 <= count < math.inf:
+        if not 0 <= float(count) < math.inf:
             raise ValueError(f"weight is {count!r}, accepted is a number of samples or tokens, 0 or more")
         self.total = (self.total or 0.0) + float(count)
 
