@@ -65,6 +65,7 @@ class Slots:
             for slot in bucket.slots:
                 self.views[slot.parameter] = memory.views.pop(slot.parameter)
                 self._bucket_of[slot.parameter] = index
+        self.slotless = [index for index, view in enumerate(self.views) if view is None]
         return True
 
     def bucket_of(self, index: int) -> int:
