@@ -6,7 +6,7 @@ The only file that reads environment variables (`GPUCOMM_*`).
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -47,6 +47,11 @@ class Settings:
             if not timeout_s > 0:
                 raise ValueError(f"GPUCOMM_TIMEOUT_S is {text!r}, accepted is a positive number of seconds")
         return cls(transport, timeout_s)
+
+
+def environment_values(names: Iterable[str]) -> dict[str, str]:
+    """Variables of torch and of the launcher, to be reported only; "N/A" for one that is not set."""
+    return {name: os.environ.get(name, "N/A") for name in names}
 
 
 @dataclass(frozen=True)

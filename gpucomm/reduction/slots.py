@@ -4,7 +4,7 @@ A new plan is made at the end of an iteration and comes into force when the next
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -17,7 +17,9 @@ class Slots:
     """The slots of one wrapper's parameters, kept in step with the engine's.
 
     params: a parameter for each index, the list of the table. caps: see BucketPlan.build. plan: a checked plan to use
-    from the start and keep; else one in registration order, to be followed by one in ready order.
+    from the start and keep; else one in registration order, to be followed by one in ready order. delayed: indices of
+    parameters that are reduced together, after all others. skip_unused: the plan in ready order leaves out what nobody
+    used; should it be used later, it goes in a second round and has a slot from then on.
     """
 
     def __init__(
@@ -27,12 +29,16 @@ class Slots:
         transport: _core.Transport,
         caps: Sequence[int],
         plan: BucketPlan | None,
+        delayed: Collection[int] = (),
+        skip_unused: bool = False,
     ) -> None:
         self.is_final = plan is not None
         self._params = params
         self._engine = engine
         self._transport = transport
         self._caps = list(caps)
+        self.delayed = frozenset(delayed)
+        self._skip_unused = skip_unused
         self.next_plan: BucketPlan | None = None
         self._next_specs: list[ParameterSpec] = []
         self.plan_next(plan or self._registration_order_plan())
@@ -62,6 +68,10 @@ class Slots:
                 self.views[slot.parameter] = memory.views.pop(slot.parameter)
                 self._bucket_of[slot.parameter] = index
         return True
+
+    def expected(self) -> list[int]:
+        """Parameters in the plan that are to get a gradient in each iteration, unless told otherwise."""
+        return [i for i in self.plan.parameters if self.specs[i].numel > 0 and i not in self.delayed]
 
     def view(self, index: int) -> torch.Tensor:
         """The view of a parameter that has a slot."""
@@ -96,8 +106,11 @@ class Slots:
         self.next_plan = plan
         self._next_specs = self._specs_now()
 
-    def plan_ready_order(self, comm: Communicator) -> None:
-        """Plans in the order in which rank 0's gradients became ready, the rest last, for good; collective."""
+    def plan_ready_order(self, comm: Communicator, verdict: _core.Verdict) -> None:
+        """Plans in the order in which rank 0's gradients became ready, the rest last, for good; collective.
+
+        verdict: of the iteration that just ended.
+        """
         order = torch.full((len(self._params),), -1, dtype=torch.int32)
         ready = self._engine.ready_order
         order[: len(ready)] = torch.tensor(ready, dtype=torch.int32)
@@ -105,7 +118,9 @@ class Slots:
         first = [i for i in order.tolist() if i >= 0]
         seen = set(first)
         rest = [i for i in self.plan.parameters if i not in seen]
-        plan = BucketPlan.build(self._specs_now(), first + rest, self._caps)
+        if self._skip_unused:
+            rest = [i for i in rest if verdict.is_used(i)]
+        plan = self._build(self._specs_now(), first + rest)
         self.plan_next(None if plan == self.plan else plan)
         self.is_final = True
 
@@ -121,11 +136,16 @@ class Slots:
         if not new and all(self.specs[i].is_like(specs[i]) for i in parameters):
             self.plan_next(None)
         else:
-            self.plan_next(BucketPlan.build(specs, order + new, self._caps))
+            self.plan_next(self._build(specs, order + new))
 
     def _registration_order_plan(self) -> BucketPlan:
         order = [i for i in reversed(range(len(self._params))) if self._params[i].requires_grad]
-        return BucketPlan.build(self._specs_now(), order, self._caps)
+        return self._build(self._specs_now(), order)
+
+    def _build(self, specs: list[ParameterSpec], order: list[int]) -> BucketPlan:
+        plan = BucketPlan.build(specs, [i for i in order if i not in self.delayed], self._caps)
+        last = BucketPlan.build(specs, [i for i in order if i in self.delayed], [sys.maxsize])
+        return BucketPlan(plan.buckets + last.buckets)
 
     def _specs_now(self) -> list[ParameterSpec]:
         return [ParameterSpec.of(p) for p in self._params]
