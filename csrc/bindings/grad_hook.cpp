@@ -121,7 +121,7 @@ PyObject* grad_hook_call(PyObject* object, PyObject* const* args, size_t nargsf,
   }
   const Slot& slot = engine.slot(self->parameter);
   if (engine.mode() != Engine::Mode::kReduce || slot.bucket < 0 || engine.packed(self->parameter) ||
-      !is_only_hook(param)) {
+      engine.by_hand() || !is_only_hook(param)) {
     return call_other(self, param);
   }
   PyObject* grad = grad_attribute.get(param);
