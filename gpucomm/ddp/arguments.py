@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from gpucomm import _core
 from gpucomm.reduction.buckets import MIB, BucketPlan
 from gpucomm.transport import Transport
+from gpucomm.world import NONFINITE
 
 # What stock DDP reports as its default; our own plan has buckets of another size.
 _REPORTED_CAP_MB = 25
@@ -51,6 +52,7 @@ class Arguments:
     transport: str | Transport
     plan: BucketPlan | None
     timeout: timedelta | float | None
+    nonfinite: str | None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -111,6 +113,17 @@ _BROADCAST_TEXT = (
 def check_module(module: Any) -> None:
     if not isinstance(module, torch.nn.Module):
         _refuse(TypeError, "module", module, "a torch.nn.Module")
+
+
+def check_delayed(module: torch.nn.Module, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    """named: what delay_all_reduce_named_params holds."""
+    params = dict(module.named_parameters(remove_duplicate=False))
+    for name, param in named:
+        if params.get(name) is not param:
+            raise ValueError(
+                f"delay_all_reduce_named_params has a parameter under the name {name!r}, which in the module is "
+                f"{'another one' if name in params else 'none'}; accepted are the names of module.named_parameters()"
+            )
 
 
 def check_parameters(params: Sequence[torch.nn.Parameter], delayed: Sequence[torch.nn.Parameter]) -> None:
@@ -253,6 +266,12 @@ def _duration(name: str, value: Any) -> Any:
     return value
 
 
+def _policy(name: str, value: Any) -> str:
+    if not isinstance(value, str) or value not in NONFINITE:
+        _refuse(ValueError, name, value, ", ".join(NONFINITE))
+    return value
+
+
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "device_ids": _optional(_devices),
     "output_device": _optional(_device),
@@ -274,4 +293,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "transport": _transport,
     "plan": _optional(_plan),
     "timeout": _optional(_duration),
+    "nonfinite": _optional(_policy),
 }

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from gpucomm.reduction.buckets import BucketMemory
+from gpucomm.reduction.comm_hooks import GradBucket
+
 if TYPE_CHECKING:
     from gpucomm.ddp.logging_data import Logger
     from gpucomm.ddp.wrapper import DistributedDataParallel
@@ -85,7 +88,38 @@ class TorchReducer:
         if (ddp := self._ddp()) is not None:
             ddp._update_process_group(group)
 
+    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
+        """The buckets as hooks see them, with zeros of their own in place of the gradients."""
+        reduction = self._reduction
+        buckets = []
+        for index, bucket in enumerate(reduction.plan.buckets):
+            memory = BucketMemory(bucket, reduction.transport.allocate(max(bucket.nbytes, 1)), reduction.slots.specs)
+            members = [slot.parameter for slot in bucket.slots]
+            views = [memory.views[i] for i in members]
+            params = [reduction.params[i] for i in members]
+            buckets.append(GradBucket(index, memory, params, views, index == len(reduction.plan.buckets) - 1))
+        return buckets
+
+    def _run_comm_hook(self, bucket: GradBucket) -> torch.futures.Future:
+        """What the communication hook makes of a bucket; without one, the sum over the ranks. Collective."""
+        hooks = self._reduction.comm_hooks
+        return self._run_allreduce_hook(bucket) if hooks is None else hooks.run(bucket)
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future:
+        """Adds the bucket's buffer up over the ranks of the process group, in place; collective."""
+        ddp = self._ddp()
+        if ddp is None:
+            raise RuntimeError("the DistributedDataParallel of this reducer is gone")
+        work = dist.all_reduce(bucket.buffer(), group=ddp.process_group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
     # ---- settings
+
+    def _set_optimizer_in_backward(self) -> None:
+        """Nothing to set: the hook that runs such optimizers takes the gradients away by itself."""
+
+    def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:
+        """Which rows a sparse gradient has on any rank; not needed, ranks tell each other."""
 
     def _set_static_graph(self) -> None:
         if self._reduction.engine.iteration > 0:

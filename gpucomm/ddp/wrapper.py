@@ -10,22 +10,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.ddp import buffers, state, sync_batch_norm
-from gpucomm.ddp.arguments import Arguments, check_devices, check_module, check_parameters
+from gpucomm.ddp.arguments import Arguments, check_delayed, check_devices, check_module, check_parameters
+from gpucomm.ddp.comm_hooks import CAPS as HOOK_CAPS
+from gpucomm.ddp.comm_hooks import builtin_hook, check_hook
+from gpucomm.ddp.join import DdpJoinHook, meet_in_forward
 from gpucomm.ddp.logging_data import Logger
 from gpucomm.ddp.replicas import broadcast_tensors, check_same_model
 from gpucomm.ddp.torch_reducer import TorchReducer
 from gpucomm.reduction.buckets import MIB, BucketPlan, ParameterSpec
+from gpucomm.reduction.comm_hooks import name_of
 from gpucomm.reduction.parameters import ParameterTable
 from gpucomm.reduction.reducer import Reducer
 from gpucomm.trace import TraceEvent, read_trace
 from gpucomm.transport import Transport
-from gpucomm.world import World, withdrawing
+from gpucomm.world import World, nonfinite_policy, withdrawing
 
 # Shared memory wants small buckets: reduced while they are in cache, and early. Sockets want few messages.
 _OWN_CAPS = {"shm": (1 * MIB,), "loopback": (1 * MIB,)}
@@ -48,6 +52,9 @@ class DistributedDataParallel(TorchDDP):
             itself), "shm", "c10d", "loopback" (this process stands for all ranks), or a gpucomm Transport.
         plan: a BucketPlan to use in place of one made from the order in which gradients become ready.
         timeout: timedelta or seconds a wait for a peer lasts before CommTimeout; default: the process group's.
+        nonfinite: what becomes of an iteration with a gradient that is infinite or not a number: "pass" (nothing),
+            "raise" (NonFinite on every rank, naming the first rank and parameter), or "skip" (on every rank, optimizers
+            leave the parameters alone; .grad stays as it is, so that a GradScaler lowers its scale); default: pass.
 
     Raises:
         ModelsDiffer: the ranks' models differ; on every rank, naming the first difference.
@@ -88,6 +95,7 @@ class DistributedDataParallel(TorchDDP):
         transport: str | Transport = "auto",
         plan: BucketPlan | None = None,
         timeout: timedelta | float | None = None,
+        nonfinite: str | None = None,
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -114,9 +122,11 @@ class DistributedDataParallel(TorchDDP):
                 transport=transport,
                 plan=plan,
                 timeout=timeout,
+                nonfinite=nonfinite,
             )
             check_module(module)
             world = World.of(process_group, arguments.timeout, arguments.transport)
+            arguments.nonfinite = nonfinite_policy(arguments.nonfinite)
             self._take(arguments, module)
             table = self._make_table()
             if plan is not None:
@@ -131,6 +141,7 @@ class DistributedDataParallel(TorchDDP):
         """Sets the attributes that come from the arguments, under the names that torch's class has for them."""
         self._arguments = arguments
         delayed = arguments.delay_all_reduce_named_params or ()
+        check_delayed(module, delayed)
         self._delay_all_reduce_params = [param for _, param in delayed]
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         self.parameters_to_ignore = {*ignored, *(name for name, _ in delayed)}
@@ -191,6 +202,8 @@ class DistributedDataParallel(TorchDDP):
             core_transport,
             own_caps if arguments.caps_bytes is None else arguments.caps_bytes,
             piece_bytes=_PIECE_BYTES.get(core_transport.name(), 0),
+            timeout_s=world.timeout_s,
+            nonfinite=arguments.nonfinite or "pass",
             allow_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
             plan=arguments.plan,
@@ -230,12 +243,20 @@ class DistributedDataParallel(TorchDDP):
             if self.require_backward_grad_sync:
                 self.logger.set_runtime_stats_and_log()
             self._reduction.before_forward()
-        if self._is_training_forward() and self._check_sync_bufs_pre_fwd():
-            self._sync_buffers()
+        if self._is_training_forward():
+            self._meet_peers()
         if self.device_ids:
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             return moved_inputs[0], moved_kwargs[0]
         return inputs, kwargs
+
+    def _meet_peers(self) -> None:
+        Join.notify_join_context(self)
+        source: int | None = 0 if self._check_sync_bufs_pre_fwd() else None
+        if self._join_config.enable:
+            source, _ = meet_in_forward(self, joined=False)
+        if source is not None:
+            self.sync_buffers(source)
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self._inside_ddp_forward():
@@ -281,10 +302,13 @@ class DistributedDataParallel(TorchDDP):
     def will_sync_module_buffers(self) -> bool:
         return self.require_forward_param_sync and self.forward_sync_buffers and len(self.modules_buffers) > 0
 
-    def sync_buffers(self) -> None:
-        """Gives every rank rank 0's buffers, or calls the buffer hook; collective. Training forwards do it already."""
+    def sync_buffers(self, source: int = 0) -> None:
+        """Gives every rank the buffers of rank `source` of the group, or calls the buffer hook; collective.
+
+        Training forwards do it already.
+        """
         self._assign_modules_buffers()  # a program may put a new tensor in a buffer's place
-        self._sync_module_buffers(0)
+        self._sync_module_buffers(source)
 
     def _sync_buffers(self) -> None:
         self.sync_buffers()
@@ -345,22 +369,57 @@ class DistributedDataParallel(TorchDDP):
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         state.restore(self, attributes)
 
-    # ---- not served yet
+    # ---- communication hooks
 
-    def join(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("join is not served yet")
+    def register_comm_hook(self, state: object, hook: Callable) -> None:
+        """Has each bucket reduced by hook(state, bucket), as torch's class does; collective, before backward.
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        raise NotImplementedError("join_hook is not served yet")
-
-    def register_comm_hook(self, state: object, hook: Any) -> None:
-        raise NotImplementedError("register_comm_hook is not served yet")
+        bucket: torch's GradBucket, or what has its methods; the gradients in it are this rank's, undivided. The hook
+        returns a torch Future of a tensor of the bucket's size, which becomes the gradients. A further hook gets, after
+        backward, what those before it made of a bucket. Gradients without a slot in a bucket (in the iteration in which
+        a parameter is unfrozen or replaced, sparse ones) are averaged without the hook.
+        """
+        with self.logger.recording_errors():
+            check_hook(hook)
+        caps = self._arguments.caps_bytes or HOOK_CAPS
+        self._reduction.add_comm_hook(state, hook, caps, self.process_group)
+        self._comm_hooks.append((hook, state))
+        self.logger._set_comm_hook_name(name_of(hook))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        raise NotImplementedError("_register_builtin_comm_hook is not served yet")
+        if (hook := builtin_hook(comm_hook_type)) is not None:
+            self.register_comm_hook(self.process_group, hook)
+        self.logger._set_comm_hook_name(str(comm_hook_type))
 
-    def _register_fused_optim(self, optim: Any, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        raise NotImplementedError("_register_fused_optim is not served yet")
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        """Has an optimizer made that steps a bucket's parameters as soon as it is reduced, as torch's class does."""
+        # Lazily: it compiles TorchScript when it is imported.
+        from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
+
+        overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
+        try:
+            overlapped.register_ddp(self)
+        except NotImplementedError as error:
+            raise RuntimeError(f"{optim} does not support overlapped DDP: torch has no functional one") from error
+
+    # ---- means
+
+    @contextmanager
+    def weight(self, count: float) -> Iterator[None]:
+        """Around forward and backward of a micro-batch: its loss is a sum over `count` samples or tokens.
+
+        The gradients of the iteration become the sum over all micro-batches of all ranks, divided by the sum of their
+        counts: those of one process on everything together, however uneven the ranks' shares. All ranks give weights in
+        an iteration or none does, else it raises StepFailed. count: a number of 0 or more, or a tensor of one element.
+        """
+        self._reduction.weight.add(count)
+        yield
+
+    # ---- uneven inputs
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's Join context; takes divide_by_initial_world_size, see join()."""
+        return DdpJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
 
 
 def _requested_by(ddp: DistributedDataParallel) -> Any:

@@ -4,22 +4,23 @@ A new plan is made at the end of an iteration and comes into force when the next
 """
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 
 import torch
 
 from gpucomm import _core
 from gpucomm.communicator import Communicator
-from gpucomm.reduction.buckets import BucketMemory, BucketPlan, ParameterSpec, allocate_buckets
+from gpucomm.reduction.buckets import SLOT_ALIGNMENT, BucketMemory, BucketPlan, ParameterSpec, allocate_buckets
 
 
 class Slots:
     """The slots of one wrapper's parameters, kept in step with the engine's.
 
     params: a parameter for each index, the list of the table. caps: see BucketPlan.build. plan: a checked plan to use
-    from the start and keep; else one in registration order, to be followed by one in ready order. delayed: indices of
-    parameters that are reduced together, after all others. skip_unused: the plan in ready order leaves out what nobody
-    used; should it be used later, it goes in a second round and has a slot from then on.
+    from the start and keep; else one in registration order, to be followed by one in ready order. sparse: indices of
+    parameters whose gradients are expected to be sparse; a bucket has no slot for these. delayed: indices of those that
+    are reduced together, after all others. skip_unused: the plan in ready order leaves out what nobody used; should it
+    be used later, it goes in a second round and has a slot from then on.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Slots:
         transport: _core.Transport,
         caps: Sequence[int],
         plan: BucketPlan | None,
+        sparse: Container[int] = (),
         delayed: Collection[int] = (),
         skip_unused: bool = False,
     ) -> None:
@@ -37,8 +39,10 @@ class Slots:
         self._engine = engine
         self._transport = transport
         self._caps = list(caps)
+        self._sparse = sparse
         self.delayed = frozenset(delayed)
         self._skip_unused = skip_unused
+        self._alignment = SLOT_ALIGNMENT
         self.next_plan: BucketPlan | None = None
         self._next_specs: list[ParameterSpec] = []
         self.plan_next(plan or self._registration_order_plan())
@@ -73,6 +77,10 @@ class Slots:
         """Parameters in the plan that are to get a gradient in each iteration, unless told otherwise."""
         return [i for i in self.plan.parameters if self.specs[i].numel > 0 and i not in self.delayed]
 
+    def bucket_of(self, index: int) -> int:
+        """The bucket of a parameter that has a slot."""
+        return self._bucket_of[index]
+
     def view(self, index: int) -> torch.Tensor:
         """The view of a parameter that has a slot."""
         view = self.views[index]
@@ -101,6 +109,13 @@ class Slots:
 
     # ---- the next one
 
+    def plan_without_gaps(self, caps: Sequence[int]) -> None:
+        """Starts again with a plan in registration order whose buckets have no padding between slots."""
+        self._caps = list(caps)
+        self._alignment = 1
+        self.is_final = False
+        self.plan_next(self._registration_order_plan())
+
     def plan_next(self, plan: BucketPlan | None) -> None:
         """Has the plan applied when the next iteration is armed, for what the parameters are now, not then."""
         self.next_plan = plan
@@ -124,28 +139,33 @@ class Slots:
         self.plan_next(None if plan == self.plan else plan)
         self.is_final = True
 
-    def plan_for(self, parameters: list[int]) -> None:
-        """Plans slots for these parameters that fit what they are now, if they lack them.
+    def plan_for(self, parameters: list[int], sparse: Container[int] = ()) -> None:
+        """Plans slots for these parameters that fit what they are now, if they lack them; none for the sparse ones.
 
-        Their shapes and dtypes were compared in the second round, so every rank comes to the same plan.
+        What they are was compared in the second round, so every rank comes to the same plan.
         """
         specs = self._specs_now()
-        order = self.plan.parameters
+        order = [i for i in self.plan.parameters if i not in sparse]
         present = set(order)
-        new = [i for i in parameters if i not in present]
-        if not new and all(self.specs[i].is_like(specs[i]) for i in parameters):
+        new = [i for i in parameters if i not in present and i not in sparse]
+        fits = all(self.specs[i].is_like(specs[i]) for i in parameters if i in present)
+        if fits and not new and len(order) == len(self.plan.parameters):
             self.plan_next(None)
         else:
             self.plan_next(self._build(specs, order + new))
 
     def _registration_order_plan(self) -> BucketPlan:
-        order = [i for i in reversed(range(len(self._params))) if self._params[i].requires_grad]
+        order = [
+            i for i in reversed(range(len(self._params))) if self._params[i].requires_grad and i not in self._sparse
+        ]
         return self._build(self._specs_now(), order)
 
     def _build(self, specs: list[ParameterSpec], order: list[int]) -> BucketPlan:
-        plan = BucketPlan.build(specs, [i for i in order if i not in self.delayed], self._caps)
-        last = BucketPlan.build(specs, [i for i in order if i in self.delayed], [sys.maxsize])
-        return BucketPlan(plan.buckets + last.buckets)
+        first = [i for i in order if i not in self.delayed]
+        last = [i for i in order if i in self.delayed]
+        plan = BucketPlan.build(specs, first, self._caps, self._alignment)
+        delayed = BucketPlan.build(specs, last, [sys.maxsize], self._alignment)
+        return BucketPlan(plan.buckets + delayed.buckets)
 
     def _specs_now(self) -> list[ParameterSpec]:
         return [ParameterSpec.of(p) for p in self._params]
