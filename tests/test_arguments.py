@@ -91,6 +91,10 @@ def test_only_a_module_can_be_wrapped(module):
     raises(TypeError, "module is .*accepted is a torch.nn.Module", lambda: Ours(module))
 
 
+def on_two_devices():
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+
+
 def in_one_rank(make, kind, pattern):
     run_ranks(lambda rank, world: raises(kind, pattern, make), 1)
 

@@ -29,6 +29,7 @@ class TorchReducer:
         self._ddp = weakref.ref(ddp)
         self._reduction = ddp._reduction
         self._futures: list[torch.futures.Future] = []
+        self._waits_at_end = False
         self._told_of_rebuilding = False
 
     # ---- around a forward and a backward
@@ -52,10 +53,15 @@ class TorchReducer:
         """Nothing is delayed: gradients that are used in a static graph's first iteration are reduced as in others."""
 
     def _install_post_backward_futures(self, futures: Iterable[torch.futures.Future]) -> None:
-        """Waits for them when the next reduced backward ends, or before buffers are used again."""
-        if not self._futures:
-            self._reduction.on_reduced.append(self.wait_for_futures)
+        """Waits for them when the next reduced backward ends, at the latest before the next forward."""
+        if not self._waits_at_end:
+            self._waits_at_end = True
+            self._reduction.on_reduced.append(self._wait_at_end)
         self._futures.extend(futures)
+
+    def _wait_at_end(self) -> None:
+        self._waits_at_end = False
+        self.wait_for_futures()
 
     def wait_for_futures(self) -> None:
         """Waits for what was installed. Raises what a future raises."""

@@ -170,7 +170,7 @@ class DistributedDataParallel(TorchDDP):
         self.bucket_bytes_cap_list = list(arguments.caps_bytes or ()) if arguments.bucket_cap_mb_list else []
         self.bucket_bytes_cap_default = arguments.caps_bytes is None
         self.broadcast_bucket_size = 250 * MIB  # of torch's functions that a program may call with it; ours have theirs
-        self._comm_hooks: list[tuple[Callable, object]] = []
+        self._comm_hooks: list[tuple[Callable, object]] = []  # in the order in which they were registered
         self._lazy_init_ran = False
         self._ddp_sink_clone = True
         self._use_python_reducer = False
@@ -239,6 +239,7 @@ class DistributedDataParallel(TorchDDP):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple, dict]:
         if not self._lazy_init_ran:
             self._lazy_init()
+        self.reducer.wait_for_futures()
         if torch.is_grad_enabled():
             if self.require_backward_grad_sync:
                 self.logger.set_runtime_stats_and_log()
