@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from gpucomm import _core
 from gpucomm.reduction.buckets import MIB, BucketPlan
 from gpucomm.transport import Transport
-from gpucomm.world import NONFINITE
+from gpucomm.world import nonfinite_policy
 
 # What stock DDP reports as its default; our own plan has buckets of another size.
 _REPORTED_CAP_MB = 25
@@ -63,6 +63,11 @@ class Arguments:
             )
         if self.plan is not None and (self.bucket_cap_mb is not None or self.bucket_cap_mb_list):
             raise ValueError("plan and a bucket cap contradict each other: give one of them")
+
+    @property
+    def nonfinite_policy(self) -> str:
+        """The argument's, or the environment's."""
+        return nonfinite_policy(self.nonfinite)
 
     @property
     def caps_bytes(self) -> tuple[int, ...] | None:
@@ -266,12 +271,6 @@ def _duration(name: str, value: Any) -> Any:
     return value
 
 
-def _policy(name: str, value: Any) -> str:
-    if not isinstance(value, str) or value not in NONFINITE:
-        _refuse(ValueError, name, value, ", ".join(NONFINITE))
-    return value
-
-
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "device_ids": _optional(_devices),
     "output_device": _optional(_device),
@@ -293,5 +292,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "transport": _transport,
     "plan": _optional(_plan),
     "timeout": _optional(_duration),
-    "nonfinite": _optional(_policy),
+    "nonfinite": lambda name, value: nonfinite_policy(value),
 }

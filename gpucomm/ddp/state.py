@@ -40,7 +40,6 @@ def restore(ddp: "DistributedDataParallel", attributes: dict[str, Any]) -> None:
         torch.nn.Module.__setstate__(ddp, attributes)
         table = ddp._make_table()
     ddp._connect(world, table, init_sync=False)
-    _register_hooks_again(ddp)
 
 
 def move(ddp: "DistributedDataParallel", group: dist.ProcessGroup) -> None:
@@ -58,10 +57,3 @@ def move(ddp: "DistributedDataParallel", group: dist.ProcessGroup) -> None:
         world = World.of(group, ddp._arguments.timeout, ddp._arguments.transport)
     ddp._reduction.close()
     ddp._connect(world, ddp._make_table(), init_sync=False)
-    _register_hooks_again(ddp)
-
-
-def _register_hooks_again(ddp: "DistributedDataParallel") -> None:
-    hooks, ddp._comm_hooks = ddp._comm_hooks, []
-    for hook, state in hooks:
-        ddp.register_comm_hook(state, hook)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from gpucomm.reduction.buckets import BucketMemory
-from gpucomm.reduction.comm_hooks import GradBucket
+from gpucomm.reduction.comm_hooks import GradBucket, bucket_of
 
 if TYPE_CHECKING:
     from gpucomm.ddp.logging_data import Logger
@@ -94,30 +93,25 @@ class TorchReducer:
         if (ddp := self._ddp()) is not None:
             ddp._update_process_group(group)
 
-    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
-        """The buckets as hooks see them, with zeros of their own in place of the gradients."""
-        reduction = self._reduction
-        buckets = []
-        for index, bucket in enumerate(reduction.plan.buckets):
-            memory = BucketMemory(bucket, reduction.transport.allocate(max(bucket.nbytes, 1)), reduction.slots.specs)
-            members = [slot.parameter for slot in bucket.slots]
-            views = [memory.views[i] for i in members]
-            params = [reduction.params[i] for i in members]
-            buckets.append(GradBucket(index, memory, params, views, index == len(reduction.plan.buckets) - 1))
-        return buckets
+    # ---- communication hooks
 
     def _run_comm_hook(self, bucket: GradBucket) -> torch.futures.Future:
-        """What the communication hook makes of a bucket; without one, the sum over the ranks. Collective."""
+        """The communication hook's future for a bucket; the all-reduce's where there is none."""
         hooks = self._reduction.comm_hooks
         return self._run_allreduce_hook(bucket) if hooks is None else hooks.run(bucket)
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future:
-        """Adds the bucket's buffer up over the ranks of the process group, in place; collective."""
+        """A future of the sum of a bucket's buffer over the ranks, which it becomes in place; undivided."""
         ddp = self._ddp()
-        if ddp is None:
-            raise RuntimeError("the DistributedDataParallel of this reducer is gone")
+        assert ddp is not None
         work = dist.all_reduce(bucket.buffer(), group=ddp.process_group, async_op=True)
-        return work.get_future().then(lambda future: future.value()[0])
+        assert work is not None
+        return work.get_future().then(lambda done: done.value()[0])
+
+    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
+        """The buckets as communication hooks get them, with zeros of their own in place of the gradients."""
+        slots, params = self._reduction.slots, self._reduction.params
+        return [bucket_of(slots, params, i, torch.zeros_like(memory.flat)) for i, memory in enumerate(slots.memories)]
 
     # ---- settings
 

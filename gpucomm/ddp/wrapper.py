@@ -29,7 +29,7 @@ from gpucomm.reduction.parameters import ParameterTable
 from gpucomm.reduction.reducer import Reducer
 from gpucomm.trace import TraceEvent, read_trace
 from gpucomm.transport import Transport
-from gpucomm.world import World, nonfinite_policy, withdrawing
+from gpucomm.world import World, withdrawing
 
 # Shared memory wants small buckets: reduced while they are in cache, and early. Sockets want few messages.
 _OWN_CAPS = {"shm": (1 * MIB,), "loopback": (1 * MIB,)}
@@ -126,7 +126,6 @@ class DistributedDataParallel(TorchDDP):
             )
             check_module(module)
             world = World.of(process_group, arguments.timeout, arguments.transport)
-            arguments.nonfinite = nonfinite_policy(arguments.nonfinite)
             self._take(arguments, module)
             table = self._make_table()
             if plan is not None:
@@ -203,7 +202,7 @@ class DistributedDataParallel(TorchDDP):
             own_caps if arguments.caps_bytes is None else arguments.caps_bytes,
             piece_bytes=_PIECE_BYTES.get(core_transport.name(), 0),
             timeout_s=world.timeout_s,
-            nonfinite=arguments.nonfinite or "pass",
+            nonfinite=arguments.nonfinite_policy,
             allow_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
             plan=arguments.plan,
@@ -211,6 +210,8 @@ class DistributedDataParallel(TorchDDP):
             skip_unused=self.skip_all_reduce_unused_params,
         )
         self._reduction.sync_requested = _requested_by(self)
+        for hook, hook_state in self._comm_hooks:
+            self._add_comm_hook(hook_state, hook)
         self._passing_sync_batchnorm_handle(self.module)
         self._offer_torchs_view(table)
 
@@ -227,6 +228,8 @@ class DistributedDataParallel(TorchDDP):
             any(isinstance(module, torch.nn.SyncBatchNorm) for module in self.module.modules()),
             self.static_graph,
         )
+        if self._comm_hooks:
+            self.logger._set_comm_hook_name(name_of(self._comm_hooks[-1][0]))
 
     # ---- forward
 
@@ -252,11 +255,12 @@ class DistributedDataParallel(TorchDDP):
         return inputs, kwargs
 
     def _meet_peers(self) -> None:
+        """Before a training forward: those that have joined are told, and buffers are brought together."""
         Join.notify_join_context(self)
-        source: int | None = 0 if self._check_sync_bufs_pre_fwd() else None
+        syncs, source = self._check_sync_bufs_pre_fwd(), 0
         if self._join_config.enable:
-            source, _ = meet_in_forward(self, joined=False)
-        if source is not None:
+            source, _, _ = meet_in_forward(self, joined=False)
+        if syncs:
             self.sync_buffers(source)
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -382,10 +386,13 @@ class DistributedDataParallel(TorchDDP):
         """
         with self.logger.recording_errors():
             check_hook(hook)
-        caps = self._arguments.caps_bytes or HOOK_CAPS
-        self._reduction.add_comm_hook(state, hook, caps, self.process_group)
+        self._add_comm_hook(state, hook)
         self._comm_hooks.append((hook, state))
         self.logger._set_comm_hook_name(name_of(hook))
+
+    def _add_comm_hook(self, state: object, hook: Callable) -> None:
+        caps = self._arguments.caps_bytes if self._arguments.caps_bytes is not None else HOOK_CAPS
+        self._reduction.add_comm_hook(state, hook, caps, self.process_group)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         if (hook := builtin_hook(comm_hook_type)) is not None:

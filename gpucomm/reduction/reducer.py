@@ -84,9 +84,7 @@ class Reducer:
         self.transport = transport
         self.trace = _core.Trace()
         self.engine = _core.Engine(transport, stream, self.trace, len(self.params), piece_bytes=piece_bytes)
-        self.slots = Slots(
-            self.params, self.engine, transport, caps, plan, table.sparse, delayed=delayed, skip_unused=skip_unused
-        )
+        self.slots = Slots(self.params, self.engine, transport, caps, plan, table.sparse, delayed, skip_unused)
         self.sync_requested: Callable[[], bool] = lambda: True
 
         self.weight = Weight()
@@ -252,10 +250,10 @@ class Reducer:
         if engine.mode != _core.Mode.REDUCE or grad is None:
             return  # not ours to reduce, or undefined: the parameter was not used
         is_last, view = self._hooks.comes_last(index), self.slots.fitting_view(index, grad)
+        if not is_last and not engine.packed(index):
+            engine.mark_used(index)  # what the hooks that follow make of it is taken at the end of backward
+            return
         if view is not None and not engine.packed(index):
-            if not is_last:
-                engine.mark_used(index)  # what the hooks that follow make of it is packed at the end of backward
-                return
             view.copy_(grad)  # another layout in memory, or hooks of the program came before
             engine.mark_packed(index)
         elif view is not None and self.comm_hooks is not None:
@@ -266,9 +264,12 @@ class Reducer:
                 )
         else:
             # A second gradient after packing, or one without a fitting slot: linear, so exact when added afterwards.
-            self._second_round.add(index, grad)
-            engine.request_second_round(index)
+            self._send_apart(index, grad)
         param.grad = None
+
+    def _send_apart(self, index: int, grad: torch.Tensor) -> None:
+        self._second_round.add(index, grad)
+        self.engine.request_second_round(index)
 
     # ---- finish
 
@@ -288,8 +289,8 @@ class Reducer:
                 self._complete_missing()
             self._finish()
         except StepFailed as error:
-            self.on_error(text_of(error))
             self._spoiled = True
+            self.on_error(text_of(error))
             raise
         except BaseException as error:
             self.on_error(text_of(error))
@@ -341,12 +342,16 @@ class Reducer:
 
     def _unpack(self, verdict: _core.Verdict) -> None:
         """Gives every parameter that was used on some rank its mean as `.grad`."""
+        apart = self._slotless_means | self._sparse_means
+        for index, mean in apart.items():
+            if self.slots.views[index] is not None:
+                self.slots.views[index] = mean  # in place of the view, which holds zeros of another kind
         _core.install_views(self.engine, verdict, self.params, self.slots.views)
+        for index, mean in apart.items():
+            self.params[index].grad = mean
         for index, grad in self._kept.items():
             if not verdict.is_used(index):
                 self.slots.view(index).copy_(grad)
-        for index, mean in (*self._slotless_means.items(), *self._sparse_means.items()):
-            self.params[index].grad = mean
 
     def _give_warnings(self) -> None:
         """What this backward gave cause for. The last thing it does: where warnings are errors, this raises."""
@@ -375,13 +380,12 @@ class Reducer:
             else:
                 view.copy_(grad)
             self.engine.complete(index, view)
-        for index, param in enumerate(self.params):
-            slotless = self.slots.views[index] is None and self.engine.used(index)
-            if slotless and param.grad is not None and not self._second_round.has(index):
-                # Accumulated under no_sync, and nothing came this time.
-                self._second_round.add(index, param.grad)
-                self.engine.request_second_round(index)
-                param.grad = None
+        for index in (*missing, *self.slots.slotless):
+            grad = self.params[index].grad
+            if grad is not None and self.engine.used(index) and self.slots.fitting_view(index, grad) is None:
+                # Accumulated under no_sync, or left to hooks of the program, and does not fit.
+                self._send_apart(index, grad)
+                self.params[index].grad = None
 
     def _reduce(self, failed: bool) -> _core.Verdict:
         """Launches what is left, exchanges the headers and waits; for communication hooks only if _shares_group."""

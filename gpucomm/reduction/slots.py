@@ -40,9 +40,9 @@ class Slots:
         self._transport = transport
         self._caps = list(caps)
         self._sparse = sparse
+        self._alignment = SLOT_ALIGNMENT
         self.delayed = frozenset(delayed)
         self._skip_unused = skip_unused
-        self._alignment = SLOT_ALIGNMENT
         self.next_plan: BucketPlan | None = None
         self._next_specs: list[ParameterSpec] = []
         self.plan_next(plan or self._registration_order_plan())
@@ -71,15 +71,16 @@ class Slots:
             for slot in bucket.slots:
                 self.views[slot.parameter] = memory.views.pop(slot.parameter)
                 self._bucket_of[slot.parameter] = index
+        self.slotless = [index for index, view in enumerate(self.views) if view is None]
         return True
-
-    def expected(self) -> list[int]:
-        """Parameters in the plan that are to get a gradient in each iteration, unless told otherwise."""
-        return [i for i in self.plan.parameters if self.specs[i].numel > 0 and i not in self.delayed]
 
     def bucket_of(self, index: int) -> int:
         """The bucket of a parameter that has a slot."""
         return self._bucket_of[index]
+
+    def expected(self) -> list[int]:
+        """Parameters in the plan that are to get a gradient in each iteration, unless told otherwise."""
+        return [i for i in self.plan.parameters if self.specs[i].numel > 0 and i not in self.delayed]
 
     def view(self, index: int) -> torch.Tensor:
         """The view of a parameter that has a slot."""
@@ -155,17 +156,15 @@ class Slots:
             self.plan_next(self._build(specs, order + new))
 
     def _registration_order_plan(self) -> BucketPlan:
-        order = [
-            i for i in reversed(range(len(self._params))) if self._params[i].requires_grad and i not in self._sparse
-        ]
-        return self._build(self._specs_now(), order)
+        trainable = [i for i, param in enumerate(self._params) if param.requires_grad and i not in self._sparse]
+        return self._build(self._specs_now(), trainable[::-1])
 
     def _build(self, specs: list[ParameterSpec], order: list[int]) -> BucketPlan:
-        first = [i for i in order if i not in self.delayed]
-        last = [i for i in order if i in self.delayed]
-        plan = BucketPlan.build(specs, first, self._caps, self._alignment)
-        delayed = BucketPlan.build(specs, last, [sys.maxsize], self._alignment)
-        return BucketPlan(plan.buckets + delayed.buckets)
+        punctual = [i for i in order if i not in self.delayed]
+        delayed = [i for i in order if i in self.delayed]
+        plan = BucketPlan.build(specs, punctual, self._caps, self._alignment)
+        last = BucketPlan.build(specs, delayed, [sys.maxsize], self._alignment)
+        return BucketPlan(plan.buckets + last.buckets)
 
     def _specs_now(self) -> list[ParameterSpec]:
         return [ParameterSpec.of(p) for p in self._params]
