@@ -120,6 +120,17 @@ def check_module(module: Any) -> None:
         _refuse(TypeError, "module", module, "a torch.nn.Module")
 
 
+def check_delayed(module: torch.nn.Module, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    """named: what delay_all_reduce_named_params holds."""
+    params = dict(module.named_parameters(remove_duplicate=False))
+    for name, param in named:
+        if params.get(name) is not param:
+            raise ValueError(
+                f"delay_all_reduce_named_params has a parameter under the name {name!r}, which in the module is "
+                f"{'another one' if name in params else 'none'}; accepted are the names of module.named_parameters()"
+            )
+
+
 def check_parameters(params: Sequence[torch.nn.Parameter], delayed: Sequence[torch.nn.Parameter]) -> None:
     """params, delayed: those that are reduced in buckets, and those by delay_all_reduce_named_params."""
     everything = [*params, *delayed]

@@ -23,6 +23,7 @@ class DdpJoinHook(JoinHook):
         if not isinstance(divide_by_initial_world_size, bool):
             raise TypeError(f"divide_by_initial_world_size is {divide_by_initial_world_size!r}, accepted is a bool")
         self._ddp: DistributedDataParallel = weakref.proxy(ddp)  # type: ignore[assignment]
+        ddp.logger._set_uneven_input_join()
         ddp._reduction.mean_of_active = not divide_by_initial_world_size
 
     def main_hook(self) -> None:
@@ -41,6 +42,7 @@ class DdpJoinHook(JoinHook):
         reduction.joined = False
         reduction.mean_of_active = False
         last = max(rank for rank, says in enumerate(ddp._comm.all_gather_bytes(bytes([is_last_joiner]))) if says[0])
+        ddp._authoritative_rank = last
         tensors: list[Any] = [*ddp._module_parameters]
         if ddp.forward_sync_buffers:
             ddp._assign_modules_buffers()

@@ -7,12 +7,15 @@ from the first bucket that is launched to the last one that is reduced.
 
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from gpucomm.errors import text_of
 from gpucomm.trace import read_trace
 from gpucomm.world import environment_values
 
@@ -124,6 +127,15 @@ class Logger:
     def set_error_and_log(self, text: str) -> None:
         self._data.ints_map["has_error"] = 1
         self._data.strs_map["error"] = text
+
+    @contextmanager
+    def recording_errors(self) -> Iterator[None]:
+        """Around what may raise."""
+        try:
+            yield
+        except Exception as error:
+            self.set_error_and_log(text_of(error))
+            raise
 
     def _set_comm_hook_name(self, name: str) -> None:
         self._data.strs_map["comm_hook"] = name

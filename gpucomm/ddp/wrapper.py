@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.ddp import buffers, state, sync_batch_norm
-from gpucomm.ddp.arguments import Arguments, check_devices, check_module, check_parameters
+from gpucomm.ddp.arguments import Arguments, check_delayed, check_devices, check_module, check_parameters
 from gpucomm.ddp.comm_hooks import CAPS as HOOK_CAPS
 from gpucomm.ddp.comm_hooks import builtin_hook, check_hook
 from gpucomm.ddp.join import DdpJoinHook, meet_in_forward
@@ -140,6 +140,7 @@ class DistributedDataParallel(TorchDDP):
         """Sets the attributes that come from the arguments, under the names that torch's class has for them."""
         self._arguments = arguments
         delayed = arguments.delay_all_reduce_named_params or ()
+        check_delayed(module, delayed)
         self._delay_all_reduce_params = [param for _, param in delayed]
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         self.parameters_to_ignore = {*ignored, *(name for name, _ in delayed)}
@@ -168,7 +169,7 @@ class DistributedDataParallel(TorchDDP):
         self.bucket_bytes_cap_list = list(arguments.caps_bytes or ()) if arguments.bucket_cap_mb_list else []
         self.bucket_bytes_cap_default = arguments.caps_bytes is None
         self.broadcast_bucket_size = 250 * MIB  # of torch's functions that a program may call with it; ours have theirs
-        self._comm_hooks: list[tuple[Callable, object]] = []
+        self._comm_hooks: list[tuple[Callable, object]] = []  # in the order in which they were registered
         self._lazy_init_ran = False
         self._ddp_sink_clone = True
         self._use_python_reducer = False
@@ -227,6 +228,8 @@ class DistributedDataParallel(TorchDDP):
             any(isinstance(module, torch.nn.SyncBatchNorm) for module in self.module.modules()),
             self.static_graph,
         )
+        if self._comm_hooks:
+            self.logger._set_comm_hook_name(name_of(self._comm_hooks[-1][0]))
 
     # ---- forward
 
@@ -239,6 +242,7 @@ class DistributedDataParallel(TorchDDP):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple, dict]:
         if not self._lazy_init_ran:
             self._lazy_init()
+        self.reducer.wait_for_futures()
         if torch.is_grad_enabled():
             if self.require_backward_grad_sync:
                 self.logger.set_runtime_stats_and_log()
@@ -380,7 +384,8 @@ class DistributedDataParallel(TorchDDP):
         backward, what those before it made of a bucket. Gradients without a slot in a bucket (in the iteration in which
         a parameter is unfrozen or replaced, sparse ones) are averaged without the hook.
         """
-        check_hook(hook)
+        with self.logger.recording_errors():
+            check_hook(hook)
         self._add_comm_hook(state, hook)
         self._comm_hooks.append((hook, state))
         self.logger._set_comm_hook_name(name_of(hook))
