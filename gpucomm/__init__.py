@@ -17,6 +17,7 @@ from gpucomm.errors import (
     InternalError,
     ModelsDiffer,
     PeerFailed,
+    ReplicasDiffer,
     StepFailed,
     TransportUnavailable,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "InternalError",
     "ModelsDiffer",
     "PeerFailed",
+    "ReplicasDiffer",
     "StepFailed",
     "Trainer",
     "Transport",

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gpucomm import _core
 from gpucomm.communicator import Communicator
+from gpucomm.ddp.audit import Audit, AuditReport
 from gpucomm.ddp.replicas import broadcast_tensors, check_same_model
 from gpucomm.reduction.buckets import MIB, BucketPlan, ParameterSpec
 from gpucomm.reduction.parameters import ParameterTable
@@ -43,6 +44,7 @@ class DistributedDataParallel(TorchDDP):
             itself), "shm", "c10d", "loopback" (this process stands for all ranks), or a gpucomm Transport.
         plan: a BucketPlan to use in place of one made from the order in which gradients become ready.
         timeout: timedelta or seconds a wait for a peer lasts before CommTimeout; default: the process group's.
+        audit_every: run audit() in the first training forward after every so many reductions; 0: never.
 
     Raises:
         ModelsDiffer: the ranks' models differ; on every rank, naming the first difference.
@@ -80,6 +82,7 @@ class DistributedDataParallel(TorchDDP):
         transport: str | Transport = "auto",
         plan: BucketPlan | None = None,
         timeout: timedelta | float | None = None,
+        audit_every: int = 0,
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -91,6 +94,7 @@ class DistributedDataParallel(TorchDDP):
                 device_mesh=device_mesh,
                 skip_all_reduce_unused_params=skip_all_reduce_unused_params or None,
             )
+            self._audit = Audit(audit_every)
             caps = _bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
             world = World.of(process_group, timeout, transport)
             self.process_group = world.group
@@ -129,10 +133,12 @@ class DistributedDataParallel(TorchDDP):
         core_transport = world.connect(exchange)
         stream = _core.InlineStream()
         self._comm = Communicator.over(core_transport, stream)
+        self._audit.agree(self._comm)
         if init_sync:
             buffers_too = forward_sync_buffers is not None or broadcast_buffers is not False
             broadcast_tensors(self._module_parameters, self._comm)
             broadcast_tensors(self.modules_buffers if buffers_too else [], self._comm)
+            self._audit.buffers_are_equal = buffers_too
         self.reducer = Reducer(
             table,
             self._comm,
@@ -160,6 +166,10 @@ class DistributedDataParallel(TorchDDP):
         # Not in an evaluation under no_grad, which one rank may well run alone.
         if (torch.is_grad_enabled() or self.training) and self.will_sync_module_buffers():
             self.sync_buffers()
+        if torch.is_grad_enabled():
+            self._audit.before_forward(self)
+        if torch.is_grad_enabled() or self.training:
+            self._audit.buffers_are_equal = False
         return inputs, kwargs
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -192,9 +202,26 @@ class DistributedDataParallel(TorchDDP):
         """Gives every rank rank 0's buffers; collective. Training forwards do it by themselves."""
         self._assign_modules_buffers()  # a program may put a new tensor in a buffer's place
         broadcast_tensors(self.modules_buffers, self._comm)
+        self._audit.buffers_are_equal = True
 
     def _sync_buffers(self) -> None:
         self.sync_buffers()
+
+    # ---- are the replicas equal
+
+    def audit(self) -> AuditReport:
+        """Compares the replicas on all ranks bit for bit, by checksums, and returns what was compared; collective.
+
+        That is all parameters, frozen ones too, and the buffers that training forwards bring together. Buffers are left
+        out (the report counts 0) from a forward on that may have changed them until the next training forward or
+        sync_buffers(), for they differ by right then, and if forward_sync_buffers is off. The state of optimizers is
+        not looked at, nor what the module's list of parameters and buffers to ignore names. Of a DTensor the local part
+        is compared. Call it outside backward; it reads every byte once.
+
+        Raises:
+            ReplicasDiffer: on every rank, naming the first tensor that differs, the ranks, the element and its values.
+        """
+        return self._audit.run(self)
 
     # ---- what happened
 

@@ -108,6 +108,17 @@ class Reducer:
         if not self.active:
             claim(self)
 
+    def before_collective(self) -> None:
+        """The program asks for a collective of the wrapper: not inside a backward, with whose own it would mix.
+
+        Raises what the iteration before left to say, and RuntimeError inside a backward.
+        """
+        self._notice_abandoned_backward()
+        self._raise_failure()
+        if self.engine.mode != _core.Mode.IDLE:
+            raise RuntimeError("a collective of DistributedDataParallel inside backward: call it before or after")
+        self.table.refresh()
+
     def _notice_abandoned_backward(self) -> None:
         """A backward of this thread raised where nothing told of it: the graph is still kept, and its end with it."""
         if self.engine.mode == _core.Mode.IDLE or self._started_on != get_ident():
