@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from toys import ConvNet, Recurrent, TiedEmbedding, TwoHeads, batch, mlp
 
 import gpucomm
@@ -95,9 +96,12 @@ def test_ranks_are_those_of_the_default_group():
         ours = Ours(mlp(), process_group=group)
         if rank == 3:
             flip_bit(ours.module[0].bias)
-        return found_by(ours.audit)[2]
+        return found_by(ours.audit)
 
-    assert run_ranks(body, 4) == [[3], None, [3], [3]]
+    first, _, third, fourth = run_ranks(body, 4)
+    for text, _, ranks in (first, third, fourth):
+        assert ranks == [3]
+        assert re.search("'0.bias' on rank 3: .* on ranks 0 and 2, .* on rank 3$", text)
 
 
 def test_the_first_of_several_in_the_modules_order_is_named_and_the_others_are_counted():
@@ -378,6 +382,35 @@ def test_it_runs_once_an_iteration_however_many_forwards_there_are(monkeypatch):
         return audits
 
     assert run_ranks(body, 2) == [[2, 4]] * 2
+
+
+def test_an_evaluation_under_no_grad_neither_runs_it_nor_takes_its_place(monkeypatch):
+    def body(rank, world):
+        ours = Ours(mlp(), audit_every=1)
+        audits = []
+        monkeypatch.setattr(ours._audit, "run", lambda ddp: audits.append(ddp.reducer.engine.iteration))
+        step(ours, rank, 0)
+        with torch.no_grad():
+            ours(batch(rank, 1, 5, 24))
+        assert audits == []
+        ours(batch(rank, 1, 5, 24))
+        assert audits == [1]
+
+    run_ranks(body, 1)
+
+
+def test_it_waits_for_the_next_forward_where_checkpointing_runs_one_inside_backward(monkeypatch):
+    def body(rank, world):
+        ours = Ours(mlp(), audit_every=1)
+        audits = []
+        run = ours._audit.run
+        monkeypatch.setattr(ours._audit, "run", lambda ddp: audits.append(ddp.reducer.engine.iteration) or run(ddp))
+        for iteration in range(3):
+            halves = batch(rank, iteration, 6, 24).requires_grad_().split(3)
+            sum(checkpoint(ours, half, use_reentrant=True).sum() for half in halves).backward()
+        return audits
+
+    assert run_ranks(body, 2) == [[1, 2]] * 2
 
 
 def test_buffers_are_compared_too_when_it_runs_by_itself(monkeypatch):

@@ -71,8 +71,9 @@ class Audit:
         """Compares the replicas now; collective. See DistributedDataParallel.audit."""
         reducer, comm = ddp.reducer, ddp._comm
         reducer.before_collective()
-        ddp._assign_modules_buffers()  # a program may put a new tensor in a buffer's place
         equal_buffers = self.buffers_are_equal and ddp.forward_sync_buffers
+        if equal_buffers:
+            ddp._assign_modules_buffers()  # a program may put a new tensor in a buffer's place
         replica = Replica(reducer.names, reducer.params, ddp.named_module_buffers if equal_buffers else {})
         groups = [[slot.parameter for slot in bucket.slots] for bucket in reducer.plan.buckets]
         planned = {index for group in groups for index in group}
