@@ -413,13 +413,49 @@ def test_it_waits_for_the_next_forward_where_checkpointing_runs_one_inside_backw
     assert run_ranks(body, 2) == [[1, 2]] * 2
 
 
+@pytest.mark.parametrize("uneven", [False, True])
+def test_it_runs_among_uneven_inputs_while_nobody_has_joined_and_once_all_have(monkeypatch, uneven):
+    def body(rank, world):
+        ours = Ours(ConvNet(), audit_every=1)
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+        audits = []
+        run = ours._audit.run
+        monkeypatch.setattr(ours._audit, "run", lambda ddp: audits.append(ddp.reducer.engine.iteration) or run(ddp))
+        with ours.join():
+            for iteration in range(5 if rank == 1 or not uneven else 3):
+                step(ours, rank, iteration, optimizer, width=36)
+        assert ours.audit().parameters == 6
+        step(ours, rank, 5, width=36)
+        return audits
+
+    assert run_ranks(body, 2) == [[1, 2, 5, 5] if uneven else [1, 2, 3, 4, 5, 5]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks for one
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_it_runs_in_a_compiled_wrapper_too():
+    def body(rank, world):
+        ours = Ours(ConvNet(), audit_every=2)
+        compiled = torch.compile(ours, backend="eager")
+        for iteration in range(3):
+            if iteration == 1 and rank == 0:
+                flip_bit(ours.module.head.bias)
+            if iteration == 2:
+                return found_by(lambda: compiled(batch(rank, 2, 5, 36)))[1]
+            compiled(batch(rank, iteration, 5, 36)).sum().backward()
+        return None
+
+    assert run_ranks(body, 2) == ["head.bias"] * 2
+
+
 def test_buffers_are_compared_too_when_it_runs_by_itself(monkeypatch):
     def body(rank, world):
         ours = Ours(ConvNet(), audit_every=1)
         step(ours, rank, 0, width=36)
         if rank == 1:  # a broadcast that does not reach this rank
-            monkeypatch.setattr(Ours, "sync_buffers", lambda self: setattr(self._audit, "buffers_are_equal", True))
-            ours._comm.broadcast(torch.empty(sum(b.nbytes for b in ours.module.buffers()), dtype=torch.uint8))
+            nowhere = torch.empty(sum(b.nbytes for b in ours.module.buffers()), dtype=torch.uint8)
+            monkeypatch.setattr(Ours, "_sync_module_buffers", lambda self, root: self._comm.broadcast(nowhere, root))
         return found_by(lambda: step(ours, rank, 1, width=36))[1]
 
     assert run_ranks(body, 2) == ["norm.running_mean"] * 2

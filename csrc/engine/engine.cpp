@@ -68,11 +68,24 @@ void Engine::replace_memory(size_t index, Memory memory) {
   bucket.memory = std::move(memory);
 }
 
+void Engine::hand_over_to(TakeBucket take) {
+  GPUCOMM_ASSERT(mode_ == Mode::kIdle, "hand_over_to inside a backward");
+  take_ = std::move(take);
+  pack_scale_ = reduce_scale_ = 1.0;
+}
+
+void Engine::mark_reduced(size_t index) {
+  const Bucket& bucket = buckets_.at(index);
+  trace_->record(TraceKind::kReduce, static_cast<int32_t>(index), bucket.launch_ticks, ticks(),
+                 bucket.numel * size_of(bucket.dtype), iteration_);
+}
+
 void Engine::arm() {
   GPUCOMM_ASSERT(mode_ == Mode::kIdle, "arm inside a backward");
   mode_ = Mode::kReduce;
   adopt_thread();
   ++iteration_;
+  ending_ = false;
   launched_ = 0;
   reduced_ = 0;
   wait_ticks_ = 0;
@@ -185,6 +198,8 @@ void Engine::launch_packed() {
 }
 
 bool Engine::launch_next_piece(Bucket& bucket) {
+  if (bucket.held && !ending_) return false;
+  if (take_) return hand_over(bucket);
   const size_t end = std::min(bucket.launched + piece_numel(bucket), bucket.numel);
   if (end == bucket.launched || end > bucket.packed) return false;
   if (bucket.launched == 0) bucket.launch_ticks = ticks();
@@ -202,12 +217,20 @@ bool Engine::launch_next_piece(Bucket& bucket) {
   return true;
 }
 
+bool Engine::hand_over(Bucket& bucket) {
+  if (bucket.pending > 0 || bucket.launched == bucket.numel) return false;
+  bucket.launch_ticks = ticks();
+  bucket.reduced = stream_->record();
+  bucket.launched = bucket.numel;  // also where it raises: it is not asked twice
+  if (take_(static_cast<size_t>(&bucket - buckets_.data()), ending_)) return true;
+  bucket.launched = 0;
+  return false;
+}
+
 // Which buckets were reduced by now, as far as this rank has seen: it looks when a bucket is launched and at the end.
 void Engine::note_reduced() {
   while (reduced_ < launched_ && stream_->query(buckets_[reduced_].reduced)) {
-    const Bucket& bucket = buckets_[reduced_];
-    trace_->record(TraceKind::kReduce, static_cast<int32_t>(reduced_), bucket.launch_ticks, ticks(),
-                   bucket.numel * size_of(bucket.dtype), iteration_);
+    if (!take_) mark_reduced(reduced_);
     ++reduced_;
   }
 }
@@ -223,9 +246,14 @@ std::vector<int32_t> Engine::missing() const {
   return result;
 }
 
-const Verdict& Engine::finish(const HeaderWords& words) {
-  GPUCOMM_ASSERT(mode_ == Mode::kReduce, "finish outside a backward");
+void Engine::launch_rest() {
+  GPUCOMM_ASSERT(mode_ == Mode::kReduce, "launch_rest outside a backward");
+  ending_ = true;
   launch_packed();
+}
+
+const Verdict& Engine::finish(const HeaderWords& words) {
+  launch_rest();
   GPUCOMM_ASSERT(launched_ == buckets_.size(), std::to_string(launched_) + " of " + std::to_string(buckets_.size()));
   start_header(words);
   const Event header = stream_->record();
@@ -279,7 +307,7 @@ void Engine::read_verdict() {
       std::memcpy(&used, bitmaps + w * sizeof used, sizeof used);
       std::memcpy(&second, bitmaps + (bitmap_words + w) * sizeof second, sizeof second);
       verdict_.used.words()[w] |= used;
-      verdict_.used_by_all.words()[w] &= used;
+      if (!(verdict_.ranks[r].flags & kJoined)) verdict_.used_by_all.words()[w] &= used;
       verdict_.second_round.words()[w] |= second;
     }
   }
@@ -289,7 +317,8 @@ void Engine::read_verdict() {
   verdict_.agreed = !verdict_.second_round.any();
   for (const HeaderWords& words : verdict_.ranks) {
     verdict_.agreed &= words.iteration == first.iteration && words.layout_hash == first.layout_hash &&
-                       words.backwards == first.backwards && words.forwards == first.forwards && words.failed == 0;
+                       words.backwards == first.backwards && words.forwards == first.forwards && words.flags == 0 &&
+                       words.nonfinite < 0;
   }
 }
 

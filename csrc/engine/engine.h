@@ -12,6 +12,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <thread>
@@ -40,6 +41,9 @@ struct BucketSpec {
   std::vector<SlotSpec> slots;
 };
 
+// Takes over the reduction of a packed bucket. False: not now, ask again; `must`: at the end of backward it has to.
+using TakeBucket = std::function<bool(size_t bucket, bool must)>;
+
 class Engine {
  public:
   enum class Mode : uint8_t {
@@ -57,6 +61,13 @@ class Engine {
   void set_plan(std::vector<BucketSpec> buckets, uint64_t layout_hash);
   // Moves one bucket to other memory of the same size. Only between iterations.
   void replace_memory(size_t bucket, Memory memory);
+
+  // From now on buckets are not reduced by the transport but given to `take`: whole, in plan order, undivided. What it
+  // makes of them has to be in their memory when the iteration ends; mark_reduced() notes it in the trace.
+  void hand_over_to(TakeBucket take);
+  void mark_reduced(size_t bucket);
+  // Keeps a bucket of the plan from being launched before the end of backward.
+  void hold_back(size_t bucket) { buckets_.at(bucket).held = true; }
 
   void arm_local() {
     mode_ = Mode::kLocal;
@@ -94,6 +105,8 @@ class Engine {
   // Parameters with a slot that is not packed yet, ascending.
   std::vector<int32_t> missing() const;
 
+  // Launches what is left; finish() does it too.
+  void launch_rest();
   // Launches what is left, exchanges the header and waits for all of it. Blocks; throws CommTimeout, PeerFailed.
   // Afterwards the slots hold the reduced gradients on every rank, whatever the verdict.
   const Verdict& finish(const HeaderWords& words);
@@ -102,6 +115,7 @@ class Engine {
 
   Mode mode() const { return mode_; }
   void mark_used(int32_t parameter) { used_.set(static_cast<size_t>(parameter)); }
+  bool used(int32_t parameter) const { return used_.test(static_cast<size_t>(parameter)); }
   bool packed(int32_t parameter) const { return packed_[static_cast<size_t>(parameter)] != 0; }
   const Slot& slot(int32_t parameter) const { return slots_[static_cast<size_t>(parameter)]; }
   size_t parameter_count() const { return slots_.size(); }
@@ -127,6 +141,7 @@ class Engine {
   void count_down(int32_t parameter);
   void launch_packed();
   bool launch_next_piece(Bucket& bucket);
+  bool hand_over(Bucket& bucket);
   void note_reduced();
   void note_wait(uint64_t begin_ticks, int32_t id, size_t bytes);
   void start_header(const HeaderWords& words);
@@ -139,6 +154,7 @@ class Engine {
   double reduce_scale_ = 1.0;  // applied by the transport's reduction,
   double pack_scale_ = 1.0;    // or by pack where the transport cannot
   size_t piece_bytes_;
+  TakeBucket take_;
   bool check_finite_ = false;
 
   Mode mode_ = Mode::kIdle;
@@ -150,6 +166,7 @@ class Engine {
   std::vector<int32_t> ready_order_;
   int32_t nonfinite_parameter_ = -1;
   std::vector<Bucket> buckets_;
+  bool ending_ = false;  // all slots are packed
   size_t launched_ = 0;  // buckets launched as a whole in this iteration, in plan order
   size_t reduced_ = 0;   // of those, known to be complete
   int64_t wait_ticks_ = 0;

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch._compile import _disable_dynamo
 
 from gpucomm import _core
 from gpucomm.communicator import Communicator
@@ -55,11 +56,15 @@ class Audit:
     def before_forward(self, ddp: "DistributedDataParallel") -> None:
         """In a forward with gradients enabled, its buffers brought together: runs the audit if it is due.
 
-        The number of reductions decides, which the ranks have in common; in the number of forwards they may differ. Not
-        inside a backward, where checkpointing runs forwards again.
+        The number of reductions decides, which the ranks have in common; in that of forwards they may differ. Not
+        inside a backward, where checkpointing runs forwards again. The caller leaves it out while ranks have joined
+        (torch's Join context), for their parameters are old until all have.
         """
-        if self.every == 0:
-            return
+        if self.every:
+            self._run_if_due(ddp)
+
+    @_disable_dynamo  # for a wrapper that is compiled
+    def _run_if_due(self, ddp: "DistributedDataParallel") -> None:
         iteration = ddp.reducer.engine.iteration
         if iteration % self.every or iteration == self._latest or ddp.reducer.engine.mode != _core.Mode.IDLE:
             return
