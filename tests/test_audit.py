@@ -1,5 +1,6 @@
 """audit(): what it finds and how it says so, what it leaves out, and when it runs by itself."""
 
+import copy
 import pickle
 import re
 
@@ -14,6 +15,7 @@ from toys import ConvNet, Recurrent, TiedEmbedding, TwoHeads, batch, mlp
 import gpucomm
 from gpucomm import DistributedDataParallel as Ours
 from gpucomm import ReplicasDiffer
+from gpucomm.ddp import buffers
 from gpucomm.ddp.difference import Replica
 
 TRANSPORTS = ["shm", "c10d"]
@@ -342,6 +344,17 @@ def test_a_buffer_that_a_rank_lacks_or_has_in_another_shape_is_named():
         assert "a buffer of torch.float32 [2, 2] on ranks 0 and 2" in reshaped[0]
 
 
+def test_buffers_are_left_out_under_a_hook_of_the_program():
+    def body(rank, world):
+        ours = Ours(ConvNet())
+        ours._register_buffer_comm_hook(None, lambda state, tensors: None)
+        step(ours, rank, 0, width=36)
+        ours.sync_buffers()
+        assert ours.audit().buffers == 0
+
+    run_ranks(body, 2)
+
+
 # ---- audit_every
 
 
@@ -360,7 +373,7 @@ def test_audit_every_runs_in_the_same_iteration_on_all_ranks(transport):
                 step(ours, rank, iteration)
                 forwards += 1
         except ReplicasDiffer as error:
-            return forwards, ours.reducer.engine.iteration, error.parameter, error.ranks
+            return forwards, ours._reduction.engine.iteration, error.parameter, error.ranks
         return None
 
     assert run_ranks(body, 3) == [(3, 3, "0.bias", [1])] * 3
@@ -372,7 +385,7 @@ def test_it_runs_once_an_iteration_however_many_forwards_there_are(monkeypatch):
         ours = Ours(mlp(), audit_every=2)
         audits = []
         run = ours._audit.run
-        monkeypatch.setattr(ours._audit, "run", lambda ddp: audits.append(ddp.reducer.engine.iteration) or run(ddp))
+        monkeypatch.setattr(ours._audit, "run", lambda ddp: audits.append(ddp._reduction.engine.iteration) or run(ddp))
         for iteration in range(6):
             with ours.no_sync():
                 for micro in range(rank):  # ranks may differ in the number of forwards
@@ -388,7 +401,7 @@ def test_an_evaluation_under_no_grad_neither_runs_it_nor_takes_its_place(monkeyp
     def body(rank, world):
         ours = Ours(mlp(), audit_every=1)
         audits = []
-        monkeypatch.setattr(ours._audit, "run", lambda ddp: audits.append(ddp.reducer.engine.iteration))
+        monkeypatch.setattr(ours._audit, "run", lambda ddp: audits.append(ddp._reduction.engine.iteration))
         step(ours, rank, 0)
         with torch.no_grad():
             ours(batch(rank, 1, 5, 24))
@@ -404,7 +417,7 @@ def test_it_waits_for_the_next_forward_where_checkpointing_runs_one_inside_backw
         ours = Ours(mlp(), audit_every=1)
         audits = []
         run = ours._audit.run
-        monkeypatch.setattr(ours._audit, "run", lambda ddp: audits.append(ddp.reducer.engine.iteration) or run(ddp))
+        monkeypatch.setattr(ours._audit, "run", lambda ddp: audits.append(ddp._reduction.engine.iteration) or run(ddp))
         for iteration in range(3):
             halves = batch(rank, iteration, 6, 24).requires_grad_().split(3)
             sum(checkpoint(ours, half, use_reentrant=True).sum() for half in halves).backward()
@@ -420,7 +433,7 @@ def test_it_runs_among_uneven_inputs_while_nobody_has_joined_and_once_all_have(m
         optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
         audits = []
         run = ours._audit.run
-        monkeypatch.setattr(ours._audit, "run", lambda ddp: audits.append(ddp.reducer.engine.iteration) or run(ddp))
+        monkeypatch.setattr(ours._audit, "run", lambda ddp: audits.append(ddp._reduction.engine.iteration) or run(ddp))
         with ours.join():
             for iteration in range(5 if rank == 1 or not uneven else 3):
                 step(ours, rank, iteration, optimizer, width=36)
@@ -455,7 +468,7 @@ def test_buffers_are_compared_too_when_it_runs_by_itself(monkeypatch):
         step(ours, rank, 0, width=36)
         if rank == 1:  # a broadcast that does not reach this rank
             nowhere = torch.empty(sum(b.nbytes for b in ours.module.buffers()), dtype=torch.uint8)
-            monkeypatch.setattr(Ours, "_sync_module_buffers", lambda self, root: self._comm.broadcast(nowhere, root))
+            monkeypatch.setattr(buffers, "broadcast_tensors", lambda _, comm, root: comm.broadcast(nowhere, root))
         return found_by(lambda: step(ours, rank, 1, width=36))[1]
 
     assert run_ranks(body, 2) == ["norm.running_mean"] * 2
@@ -463,12 +476,12 @@ def test_buffers_are_compared_too_when_it_runs_by_itself(monkeypatch):
 
 @pytest.mark.parametrize("value", [True, 1.5, "3", None])
 def test_an_interval_that_is_no_number_of_iterations_is_refused(value):
-    with pytest.raises(TypeError, match=re.escape(f"audit_every is {value!r}, accepted is a whole number")):
+    with pytest.raises(TypeError, match=re.escape(f"audit_every is {value!r} ({type(value).__name__}), accepted is a")):
         Ours(mlp(), audit_every=value)
 
 
 def test_a_negative_interval_is_refused():
-    with pytest.raises(ValueError, match="audit_every is -1, accepted is a whole number"):
+    with pytest.raises(ValueError, match=r"audit_every is -1 \(int\), accepted is a whole number"):
         Ours(mlp(), audit_every=-1)
 
 
@@ -476,6 +489,24 @@ def test_intervals_that_differ_between_ranks_are_refused_on_all():
     def body(rank, world):
         with pytest.raises(ValueError, match=re.escape("by rank it is [0, 5]")):
             Ours(mlp(), audit_every=5 * rank)
+
+    run_ranks(body, 2)
+
+
+def test_in_another_process_group_and_in_a_copy_the_count_begins_anew():
+    def body(rank, world):
+        group = dist.new_group([0, 1])
+        ours = Ours(mlp(), audit_every=1)
+        step(ours, rank, 0)
+        step(ours, rank, 1)
+        copied = copy.deepcopy(ours)
+        ours._update_process_group(group)
+        for ddp in (ours, copied):
+            assert ddp._audit._latest == 0
+            step(ddp, rank, 0)
+            if rank == 1:
+                flip_bit(ddp.module[0].bias)
+            assert found_by(lambda d=ddp: step(d, rank, 1))[1] == "0.bias"
 
     run_ranks(body, 2)
 

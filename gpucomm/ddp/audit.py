@@ -31,27 +31,19 @@ class AuditReport:
 class Audit:
     """When a wrapper's replicas are compared: by hand, and in the first forward after every N-th reduction.
 
-    every: reductions from one audit to the next, 0: by hand alone. Raises TypeError or ValueError for what is no number
-    of them.
+    every: reductions from one audit to the next, 0: by hand alone. Construction is collective; it raises ValueError on
+    every rank if they ask for different intervals.
     """
 
-    def __init__(self, every: int) -> None:
-        accepted = "accepted is a whole number of iterations, 0 or more (0: never)"
-        if isinstance(every, bool) or not isinstance(every, int):
-            raise TypeError(f"audit_every is {every!r}, {accepted}")
-        if every < 0:
-            raise ValueError(f"audit_every is {every}, {accepted}")
+    def __init__(self, every: int, comm: Communicator) -> None:
+        by_rank = [int(text) for text in comm.all_gather_bytes(str(every).encode())]
+        if len(set(by_rank)) > 1:
+            raise ValueError(f"audit_every has to be the same on every rank, by rank it is {by_rank}")
         self.every = every
         # Whether every rank has rank 0's buffers, and no forward was there to change them since: batch normalisation
         # leaves each rank its own statistics until the next training forward brings them together.
         self.buffers_are_equal = False
         self._latest = 0
-
-    def agree(self, comm: Communicator) -> None:
-        """Raises ValueError on every rank if they ask for different intervals; collective."""
-        by_rank = [int(text) for text in comm.all_gather_bytes(str(self.every).encode())]
-        if len(set(by_rank)) > 1:
-            raise ValueError(f"audit_every has to be the same on every rank, by rank it is {by_rank}")
 
     def before_forward(self, ddp: "DistributedDataParallel") -> None:
         """In a forward with gradients enabled, its buffers brought together: runs the audit if it is due.
@@ -65,8 +57,9 @@ class Audit:
 
     @_disable_dynamo  # for a wrapper that is compiled
     def _run_if_due(self, ddp: "DistributedDataParallel") -> None:
-        iteration = ddp.reducer.engine.iteration
-        if iteration % self.every or iteration == self._latest or ddp.reducer.engine.mode != _core.Mode.IDLE:
+        engine = ddp._reduction.engine
+        iteration = engine.iteration
+        if iteration % self.every or iteration == self._latest or engine.mode != _core.Mode.IDLE:
             return
         self._latest = iteration
         self.run(ddp)
@@ -74,7 +67,7 @@ class Audit:
     @torch.no_grad()
     def run(self, ddp: "DistributedDataParallel") -> AuditReport:
         """Compares the replicas now; collective. See DistributedDataParallel.audit."""
-        reducer, comm = ddp.reducer, ddp._comm
+        reducer, comm = ddp._reduction, ddp._comm
         reducer.before_collective()
         equal_buffers = self.buffers_are_equal and ddp.forward_sync_buffers
         if equal_buffers:

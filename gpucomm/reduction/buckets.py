@@ -208,10 +208,6 @@ class BucketMemory:
         self.views = {slot.parameter: specs[slot.parameter].view(self._storage, slot.offset) for slot in bucket.slots}
         self._uses = _use_count(self._storage._cdata)
 
-    def flat_as(self, dtype: torch.dtype) -> torch.Tensor:
-        """All of it as elements of a slot's tensor dtype: pairs of real numbers as complex ones."""
-        return torch.view_as_complex(self.flat.view(-1, 2)) if dtype.is_complex else self.flat
-
     def aliased(self) -> bool:
         """True if a tensor besides the views made here lies in this memory: somebody keeps (part of) a gradient."""
         return _use_count(self._storage._cdata) > self._uses
