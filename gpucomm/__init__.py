@@ -18,6 +18,7 @@ from gpucomm.errors import (
     ModelsDiffer,
     NonFinite,
     PeerFailed,
+    ReplicasDiffer,
     StepFailed,
     TransportUnavailable,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "ModelsDiffer",
     "NonFinite",
     "PeerFailed",
+    "ReplicasDiffer",
     "StepFailed",
     "Trainer",
     "Transport",

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 isa: str  # instruction set of the kernels in use: "baseline", "avx2", "avx512"
 
+def checksum(array: Any) -> int: ...
 def first_nonfinite(array: Any) -> int: ...
 
 class _Handle(Protocol):

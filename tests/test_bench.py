@@ -63,6 +63,15 @@ def test_engine_bench_times_gradients_and_buckets(tmp_path):
     assert arms_of(found, what="trace event") == {"ours"}
 
 
+def test_audit_bench_checks_that_audits_find_what_differs_and_read_everything(tmp_path):
+    found = records(tmp_path, "bench_audit.py", "--models", "gpt10m,convnet", "--every", "50")
+    for model in ("gpt10m", "convnet"):
+        assert arms_of(found, model=model) == {"step", "audit"}
+    for record in found:
+        if record["arm"] == "audit":
+            assert math.isclose(record["share_percent"], 100 * record["ratio_to_step"]["median"] / 50)
+
+
 @pytest.fixture
 def bench(monkeypatch):
     """Imports a file of the bench folder, as its scripts do."""
@@ -70,7 +79,7 @@ def bench(monkeypatch):
     return importlib.import_module
 
 
-@pytest.mark.parametrize("script", ["bench_transport", "bench_ddp", "bench_engine"])
+@pytest.mark.parametrize("script", ["bench_transport", "bench_ddp", "bench_engine", "bench_audit"])
 @pytest.mark.parametrize(
     ("option", "value", "named"),
     [

@@ -143,6 +143,17 @@ class Reducer:
         if not self.active:
             claim(self)
 
+    def before_collective(self) -> None:
+        """The program asks for a collective of the wrapper: not inside a backward, with whose own it would mix.
+
+        Raises what the iteration before left to say, and RuntimeError inside a backward.
+        """
+        self._notice_abandoned_backward()
+        self._raise_failure()
+        if self.engine.mode != _core.Mode.IDLE:
+            raise RuntimeError("a collective of DistributedDataParallel inside backward: call it before or after")
+        self.table.refresh()
+
     def check_finished(self) -> None:
         """Raises RuntimeError if the iteration before was not reduced as it should have been."""
         self._notice_abandoned_backward()
