@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.ddp.replicas import broadcast_tensors, check_same_model
+from gpucomm.ddp.stand_in import StandIn
 from gpucomm.reduction.buckets import MIB, BucketPlan, ParameterSpec
 from gpucomm.reduction.parameters import ParameterTable
 from gpucomm.reduction.reducer import Reducer
@@ -29,7 +30,7 @@ _SOCKET_CAPS = (1 * MIB, 8 * MIB)
 _PIECE_BYTES = {"shm": MIB // 4, "loopback": MIB // 4}
 
 
-class DistributedDataParallel(TorchDDP):
+class DistributedDataParallel(TorchDDP, metaclass=StandIn):
     """Data-parallel training of a module: a drop-in for torch's class of this name, of which it is a subclass.
 
     In every iteration each gradient is reduced, or stays local on purpose (no_sync), or the iteration raises on every
