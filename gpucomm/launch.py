@@ -65,7 +65,7 @@ def launch(fn: Callable[..., T], *args: Any, nprocs: int | None = None) -> T:
     method = "spawn" if torch.cuda.is_initialized() else "fork"
     _check(fn, args, method)
     with tempfile.TemporaryDirectory(prefix="gpucomm-") as folder, _surroundings():
-        task = Task(fn, args, Path(folder), with_devices, forked=method == "fork")
+        task = Task(fn, args, count, Path(folder), with_devices, forked=method == "fork")
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

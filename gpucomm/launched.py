@@ -44,6 +44,7 @@ class Task:
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
+    size: int
     folder: Path
     with_devices: bool
     forked: bool
@@ -72,20 +73,20 @@ def be_rank(task: Task) -> bytes | None:
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             error = RuntimeError("fn left by exit status 0 in place of returning")
-        _report(task.folder, rank, error)
+        _report(task, rank, error)
         raise SystemExit(1) from None  # torch would take a KeyboardInterrupt for success, and wait for a result
 
 
 def _call(task: Task, rank: int) -> bytes | None:
     if task.with_devices:
         torch.cuda.set_device(rank)
-    store, _, size = next(rendezvous("env://"))
+    store, _, _ = next(rendezvous("env://"))
     backend = "cpu:gloo,cuda:nccl" if task.with_devices else "gloo"
-    dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=size)
+    dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=task.size)
     value = task.fn(*task.args)
     result = _pickled(value) if rank == 0 else None
     # Leaving early looks like a death to peers that are still in the group.
-    if store.add("gpucomm/launch/done", 1) == size:
+    if store.add("gpucomm/launch/done", 1) == task.size:
         store.set("gpucomm/launch/all_done", "")
     store.wait(["gpucomm/launch/all_done"], _LONGEST)
     if dist.is_initialized():
@@ -121,17 +122,17 @@ def _pickled(value: Any) -> bytes:
         ) from error
 
 
-def _report(folder: Path, rank: int, error: BaseException) -> None:
+def _report(task: Task, rank: int, error: BaseException) -> None:
     raised_ns = time.monotonic_ns()
     because_of_peer = isinstance(error, (StepFailed, PeerFailed, CommTimeout))
     lines = "".join(traceback.format_exception(error))
     report = Report(rank, raised_ns, because_of_peer, _round_trip(error), text_of(error), f"rank {rank}\n{lines}")
-    written = folder / f"{rank}.writing"
+    written = task.folder / f"{rank}.writing"
     written.write_bytes(pickle.dumps(report))
-    written.rename(folder / f"{rank}.report")
+    written.rename(task.folder / f"{rank}.report")
     # The launcher ends all at the first that ends: the peer whose fault it is shall have its say.
     deadline = time.monotonic() + _GRACE_S if because_of_peer else 0
-    while time.monotonic() < deadline and len(list(folder.glob("*.report"))) < dist.get_world_size():
+    while time.monotonic() < deadline and len(list(task.folder.glob("*.report"))) < task.size:
         time.sleep(_POLL_S)
 
 
