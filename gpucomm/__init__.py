@@ -22,6 +22,8 @@ from gpucomm.errors import (
     StepFailed,
     TransportUnavailable,
 )
+from gpucomm.install import install, uninstall
+from gpucomm.launch import launch
 from gpucomm.reduction.buckets import BucketPlan
 from gpucomm.trainer import CheckpointError, Trainer
 from gpucomm.transport import Transport
@@ -45,4 +47,7 @@ __all__ = [
     "Transport",
     "TransportUnavailable",
     "__version__",
+    "install",
+    "launch",
+    "uninstall",
 ]

@@ -23,6 +23,7 @@ from gpucomm.ddp.comm_hooks import builtin_hook, check_hook
 from gpucomm.ddp.join import DdpJoinHook, meet_in_forward
 from gpucomm.ddp.logging_data import Logger
 from gpucomm.ddp.replicas import broadcast_tensors, check_same_model
+from gpucomm.ddp.stand_in import StandIn
 from gpucomm.ddp.torch_reducer import TorchReducer
 from gpucomm.reduction.buckets import MIB, BucketPlan, ParameterSpec
 from gpucomm.reduction.comm_hooks import name_of
@@ -39,7 +40,7 @@ _SOCKET_CAPS = (1 * MIB, 8 * MIB)
 _PIECE_BYTES = {"shm": MIB // 4, "loopback": MIB // 4}
 
 
-class DistributedDataParallel(TorchDDP):
+class DistributedDataParallel(TorchDDP, metaclass=StandIn):
     """Data-parallel training of a module: a drop-in for torch's class of this name, of which it is a subclass.
 
     In every iteration each gradient is reduced, or stays local on purpose (no_sync), or the iteration raises on every
