@@ -6,7 +6,7 @@ The only file that reads environment variables (`GPUCOMM_*`).
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +19,7 @@ from gpucomm.errors import CommError, CommTimeout, TransportUnavailable
 from gpucomm.transport import C10dTransport, Transport
 from gpucomm.version import __version__
 
+NONFINITE = ("pass", "raise", "skip")
 TRANSPORTS = ("auto", "shm", "c10d", "loopback")
 
 # All-gather of byte strings, in rank order. Slow (through the rendezvous store): for construction only.
@@ -31,6 +32,7 @@ class Settings:
 
     transport: str = "auto"
     timeout_s: float | None = None
+    nonfinite: str = "pass"
 
     @classmethod
     def from_environment(cls) -> "Settings":
@@ -46,7 +48,15 @@ class Settings:
                 timeout_s = 0.0
             if not timeout_s > 0:
                 raise ValueError(f"GPUCOMM_TIMEOUT_S is {text!r}, accepted is a positive number of seconds")
-        return cls(transport, timeout_s)
+        nonfinite = os.environ.get("GPUCOMM_NONFINITE") or "pass"
+        if nonfinite not in NONFINITE:
+            raise ValueError(f"GPUCOMM_NONFINITE is {nonfinite!r}, accepted are {', '.join(NONFINITE)}")
+        return cls(transport, timeout_s, nonfinite)
+
+
+def environment_values(names: Iterable[str]) -> dict[str, str]:
+    """Variables of torch and of the launcher, to be reported only; "N/A" for one that is not set."""
+    return {name: os.environ.get(name, "N/A") for name in names}
 
 
 @dataclass(frozen=True)
@@ -197,6 +207,15 @@ def _usable(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             "this process was forked from one with this process group: a child cannot take its place in the group"
         )
     return group
+
+
+def nonfinite_policy(policy: str | None) -> str:
+    """The one asked for, by argument or else by the environment. Raises ValueError for one that there is not."""
+    if policy is None:
+        return Settings.from_environment().nonfinite
+    if policy not in NONFINITE:
+        raise ValueError(f"nonfinite is {policy!r}, accepted are {', '.join(NONFINITE)}")
+    return policy
 
 
 def _transport(transport: str | Transport) -> str | Transport:

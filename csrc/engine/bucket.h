@@ -27,6 +27,7 @@ struct Bucket {
   DType dtype = DType::kFloat32;
   size_t numel = 0;                 // padding between slots included, it is zero
   std::vector<int32_t> parameters;  // in slot order
+  bool held = false;                // not launched before the end of backward
   // Of this iteration:
   size_t pending = 0;   // slots not yet packed
   size_t in_order = 0;  // slots packed before the first one that is not

@@ -84,11 +84,18 @@ class BucketPlan:
     buckets: tuple[Bucket, ...]
 
     @classmethod
-    def build(cls, specs: Sequence[ParameterSpec], order: Iterable[int], caps: Sequence[int]) -> "BucketPlan":
+    def build(
+        cls,
+        specs: Sequence[ParameterSpec],
+        order: Iterable[int],
+        caps: Sequence[int],
+        alignment: int = SLOT_ALIGNMENT,
+    ) -> "BucketPlan":
         """Fills buckets, one open for each dtype, with parameters in the given order; a full one is closed.
 
         The n-th bucket of a dtype is full once it holds at least caps[n] bytes of gradients (the last cap repeats), so
-        a parameter larger than the cap closes one. Parameters without elements get a slot of size 0.
+        a parameter larger than the cap closes one. Parameters without elements get a slot of size 0. alignment: slots
+        start at multiples of so many elements.
         """
         closed: list[Bucket] = []
         opened: dict[torch.dtype, list[int]] = {}
@@ -100,17 +107,17 @@ class BucketPlan:
             for parameter in opened.pop(dtype):
                 numel = specs[parameter].numel
                 slots.append(Slot(parameter, end, numel))
-                end += -(-numel // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-            closed.append(Bucket(str(dtype).removeprefix("torch."), end, tuple(slots)))
+                end += -(-numel // alignment) * alignment
+            closed.append(Bucket(str(specs[slots[0].parameter].dtype).removeprefix("torch."), end, tuple(slots)))
             count[dtype] = count.get(dtype, 0) + 1
             nbytes[dtype] = 0
 
         for parameter in order:
             spec = specs[parameter]
-            opened.setdefault(spec.dtype, []).append(parameter)
-            nbytes[spec.dtype] = nbytes.get(spec.dtype, 0) + spec.nbytes
-            if nbytes[spec.dtype] >= caps[min(count.get(spec.dtype, 0), len(caps) - 1)]:
-                close(spec.dtype)
+            opened.setdefault(spec.tensor_dtype, []).append(parameter)
+            nbytes[spec.tensor_dtype] = nbytes.get(spec.tensor_dtype, 0) + spec.nbytes
+            if nbytes[spec.tensor_dtype] >= caps[min(count.get(spec.tensor_dtype, 0), len(caps) - 1)]:
+                close(spec.tensor_dtype)
         for dtype in list(opened):
             close(dtype)
         return cls(tuple(closed))

@@ -5,7 +5,7 @@ submodule). Torch tells of each registration; the new object then takes over the
 """
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import nn
@@ -24,13 +24,20 @@ class ParameterTable:
         named = [(name, p) for name, p in module.named_parameters() if name not in ignored]
         self.names = [name for name, _ in named]
         self.params: list[nn.Parameter] = [param for _, param in named]
-        self.on_replace: Callable[[int, nn.Parameter], None] | None = None
         self._module = module
+        self.sparse = self._find_sparse()
+        self.on_replace: Callable[[int, nn.Parameter], None] | None = None
         self._ignored = frozenset(ignored)
         self._changed = False
         self._place_of: dict[int, tuple[nn.Module, str]] = {}
         self._find_places()
         _watched.add(self)
+
+    def _find_sparse(self) -> frozenset[int]:
+        """Indices of the parameters that an embedding was made to give sparse gradients."""
+        tables = (m for m in self._module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse)
+        weights = {id(table.weight) for table in tables}
+        return frozenset(index for index, param in enumerate(self.params) if id(param) in weights)
 
     def _find_places(self) -> None:
         """Under which modules and names each object is registered; modules are held, so that their ids stay theirs."""
@@ -65,6 +72,11 @@ class ParameterTable:
         module, name = self._place_of[index]
         found = module._parameters.get(name)
         return found is self.params[index] or not isinstance(found, nn.Parameter)  # functional_call's last for one call
+
+    def indices_of(self, params: Iterable[nn.Parameter]) -> list[int]:
+        """Of objects that are in the table now."""
+        index_of = {id(param): index for index, param in enumerate(self.params)}
+        return [index_of[id(param)] for param in params]
 
     def look_again(self) -> None:
         """Makes the next refresh() compare everything."""

@@ -4,20 +4,23 @@ A new plan is made at the end of an iteration and comes into force when the next
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Sequence
 
 import torch
 
 from gpucomm import _core
 from gpucomm.communicator import Communicator
-from gpucomm.reduction.buckets import BucketMemory, BucketPlan, ParameterSpec, allocate_buckets
+from gpucomm.reduction.buckets import SLOT_ALIGNMENT, BucketMemory, BucketPlan, ParameterSpec, allocate_buckets
 
 
 class Slots:
     """The slots of one wrapper's parameters, kept in step with the engine's.
 
     params: a parameter for each index, the list of the table. caps: see BucketPlan.build. plan: a checked plan to use
-    from the start and keep; else one in registration order, to be followed by one in ready order.
+    from the start and keep; else one in registration order, to be followed by one in ready order. sparse: indices of
+    parameters whose gradients are expected to be sparse; a bucket has no slot for these. delayed: indices of those that
+    are reduced together, after all others. skip_unused: the plan in ready order leaves out what nobody used; should it
+    be used later, it goes in a second round and has a slot from then on.
     """
 
     def __init__(
@@ -27,12 +30,19 @@ class Slots:
         transport: _core.Transport,
         caps: Sequence[int],
         plan: BucketPlan | None,
+        sparse: Container[int] = (),
+        delayed: Collection[int] = (),
+        skip_unused: bool = False,
     ) -> None:
         self.is_final = plan is not None
         self._params = params
         self._engine = engine
         self._transport = transport
         self._caps = list(caps)
+        self._sparse = sparse
+        self._alignment = SLOT_ALIGNMENT
+        self.delayed = frozenset(delayed)
+        self._skip_unused = skip_unused
         self.next_plan: BucketPlan | None = None
         self._next_specs: list[ParameterSpec] = []
         self.plan_next(plan or self._registration_order_plan())
@@ -61,7 +71,16 @@ class Slots:
             for slot in bucket.slots:
                 self.views[slot.parameter] = memory.views.pop(slot.parameter)
                 self._bucket_of[slot.parameter] = index
+        self.slotless = [index for index, view in enumerate(self.views) if view is None]
         return True
+
+    def bucket_of(self, index: int) -> int:
+        """The bucket of a parameter that has a slot."""
+        return self._bucket_of[index]
+
+    def expected(self) -> list[int]:
+        """Parameters in the plan that are to get a gradient in each iteration, unless told otherwise."""
+        return [i for i in self.plan.parameters if self.specs[i].numel > 0 and i not in self.delayed]
 
     def view(self, index: int) -> torch.Tensor:
         """The view of a parameter that has a slot."""
@@ -91,13 +110,23 @@ class Slots:
 
     # ---- the next one
 
+    def plan_without_gaps(self, caps: Sequence[int]) -> None:
+        """Starts again with a plan in registration order whose buckets have no padding between slots."""
+        self._caps = list(caps)
+        self._alignment = 1
+        self.is_final = False
+        self.plan_next(self._registration_order_plan())
+
     def plan_next(self, plan: BucketPlan | None) -> None:
         """Has the plan applied when the next iteration is armed, for what the parameters are now, not then."""
         self.next_plan = plan
         self._next_specs = self._specs_now()
 
-    def plan_ready_order(self, comm: Communicator) -> None:
-        """Plans in the order in which rank 0's gradients became ready, the rest last, for good; collective."""
+    def plan_ready_order(self, comm: Communicator, verdict: _core.Verdict) -> None:
+        """Plans in the order in which rank 0's gradients became ready, the rest last, for good; collective.
+
+        verdict: of the iteration that just ended.
+        """
         order = torch.full((len(self._params),), -1, dtype=torch.int32)
         ready = self._engine.ready_order
         order[: len(ready)] = torch.tensor(ready, dtype=torch.int32)
@@ -105,27 +134,37 @@ class Slots:
         first = [i for i in order.tolist() if i >= 0]
         seen = set(first)
         rest = [i for i in self.plan.parameters if i not in seen]
-        plan = BucketPlan.build(self._specs_now(), first + rest, self._caps)
+        if self._skip_unused:
+            rest = [i for i in rest if verdict.is_used(i)]
+        plan = self._build(self._specs_now(), first + rest)
         self.plan_next(None if plan == self.plan else plan)
         self.is_final = True
 
-    def plan_for(self, parameters: list[int]) -> None:
-        """Plans slots for these parameters that fit what they are now, if they lack them.
+    def plan_for(self, parameters: list[int], sparse: Container[int] = ()) -> None:
+        """Plans slots for these parameters that fit what they are now, if they lack them; none for the sparse ones.
 
-        Their shapes and dtypes were compared in the second round, so every rank comes to the same plan.
+        What they are was compared in the second round, so every rank comes to the same plan.
         """
         specs = self._specs_now()
-        order = self.plan.parameters
+        order = [i for i in self.plan.parameters if i not in sparse]
         present = set(order)
-        new = [i for i in parameters if i not in present]
-        if not new and all(self.specs[i].is_like(specs[i]) for i in parameters):
+        new = [i for i in parameters if i not in present and i not in sparse]
+        fits = all(self.specs[i].is_like(specs[i]) for i in parameters if i in present)
+        if fits and not new and len(order) == len(self.plan.parameters):
             self.plan_next(None)
         else:
-            self.plan_next(BucketPlan.build(specs, order + new, self._caps))
+            self.plan_next(self._build(specs, order + new))
 
     def _registration_order_plan(self) -> BucketPlan:
-        order = [i for i in reversed(range(len(self._params))) if self._params[i].requires_grad]
-        return BucketPlan.build(self._specs_now(), order, self._caps)
+        trainable = [i for i, param in enumerate(self._params) if param.requires_grad and i not in self._sparse]
+        return self._build(self._specs_now(), trainable[::-1])
+
+    def _build(self, specs: list[ParameterSpec], order: list[int]) -> BucketPlan:
+        punctual = [i for i in order if i not in self.delayed]
+        delayed = [i for i in order if i in self.delayed]
+        plan = BucketPlan.build(specs, punctual, self._caps, self._alignment)
+        last = BucketPlan.build(specs, delayed, [sys.maxsize], self._alignment)
+        return BucketPlan(plan.buckets + last.buckets)
 
     def _specs_now(self) -> list[ParameterSpec]:
         return [ParameterSpec.of(p) for p in self._params]
