@@ -53,6 +53,7 @@ class Arguments:
     plan: BucketPlan | None
     timeout: timedelta | float | None
     nonfinite: str | None
+    audit_every: int
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -193,6 +194,15 @@ def _integer(name: str, value: Any) -> int:
     return int(value)
 
 
+def _interval(name: str, value: Any) -> int:
+    accepted = "a whole number of iterations, 0 or more (0: never)"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        _refuse(TypeError, name, value, accepted)
+    if value < 0:
+        _refuse(ValueError, name, value, accepted)
+    return int(value)
+
+
 def _cap(name: str, value: Any) -> float:
     accepted = "a number of MiB, 0 or more"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -293,4 +303,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "plan": _optional(_plan),
     "timeout": _optional(_duration),
     "nonfinite": lambda name, value: nonfinite_policy(value),
+    "audit_every": _interval,
 }

@@ -176,7 +176,7 @@ class Logger:
         order = [number_of[i] for i in reduction.engine.ready_order if i in number_of]
         strs["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, order))
         ints["num_buckets_reduced"] = reduction.engine.reduced
-        ints["unused_parameter_size"] = sum(reduction.slots.specs[i].nbytes for i in reduction.unused)
+        ints["unused_parameter_size"] = sum(reduction.slots.specs[i].nbytes for i in reduction.unused_here)
         ints["has_rebuilt_buckets"] = int(reduction.slots.is_final)
         if reduction.engine.iteration > 1:
             ints["can_set_static_graph"] = int(reduction.graph_is_static)

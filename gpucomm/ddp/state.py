@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from gpucomm.ddp.wrapper import DistributedDataParallel
 
 # What talks to other ranks: made anew.
-_CONNECTED = ("process_group", "reducer", "logger", "_comm", "_reduction")
+_CONNECTED = ("process_group", "reducer", "logger", "_comm", "_audit", "_reduction")
 
 
 def of(ddp: "DistributedDataParallel") -> dict[str, Any]:

@@ -16,12 +16,14 @@ from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.ddp import buffers, optimizer_in_backward, state, sync_batch_norm
 from gpucomm.ddp.arguments import Arguments, check_delayed, check_devices, check_module, check_parameters
+from gpucomm.ddp.audit import Audit, AuditReport
 from gpucomm.ddp.comm_hooks import CAPS as HOOK_CAPS
 from gpucomm.ddp.comm_hooks import builtin_hook, check_hook
 from gpucomm.ddp.compiling import keep_compiler_out
 from gpucomm.ddp.join import DdpJoinHook, meet_in_forward
 from gpucomm.ddp.logging_data import Logger
 from gpucomm.ddp.replicas import broadcast_tensors, check_same_model
+from gpucomm.ddp.stand_in import StandIn
 from gpucomm.ddp.torch_reducer import TorchReducer
 from gpucomm.reduction.buckets import MIB, BucketPlan, ParameterSpec
 from gpucomm.reduction.comm_hooks import name_of
@@ -38,7 +40,7 @@ _SOCKET_CAPS = (1 * MIB, 8 * MIB)
 _PIECE_BYTES = {"shm": MIB // 4, "loopback": MIB // 4}
 
 
-class DistributedDataParallel(TorchDDP):
+class DistributedDataParallel(TorchDDP, metaclass=StandIn):
     """Data-parallel training of a module: a drop-in for torch's class of this name, of which it is a subclass.
 
     In every iteration each gradient is reduced, or stays local on purpose (no_sync), or the iteration raises on every
@@ -55,6 +57,7 @@ class DistributedDataParallel(TorchDDP):
         nonfinite: what becomes of an iteration with a gradient that is infinite or not a number: "pass" (nothing),
             "raise" (NonFinite on every rank, naming the first rank and parameter), or "skip" (on every rank, optimizers
             leave the parameters alone; .grad stays as it is, so that a GradScaler lowers its scale); default: pass.
+        audit_every: run audit() in the first training forward after every so many reductions; 0: never.
 
     Raises:
         ModelsDiffer: the ranks' models differ; on every rank, naming the first difference.
@@ -96,6 +99,7 @@ class DistributedDataParallel(TorchDDP):
         plan: BucketPlan | None = None,
         timeout: timedelta | float | None = None,
         nonfinite: str | None = None,
+        audit_every: int = 0,
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -123,6 +127,7 @@ class DistributedDataParallel(TorchDDP):
                 plan=plan,
                 timeout=timeout,
                 nonfinite=nonfinite,
+                audit_every=audit_every,
             )
             check_module(module)
             world = World.of(process_group, arguments.timeout, arguments.transport)
@@ -191,9 +196,11 @@ class DistributedDataParallel(TorchDDP):
         core_transport = world.connect(exchange)
         stream = _core.InlineStream()
         self._comm = Communicator.over(core_transport, stream)
+        self._audit = Audit(arguments.audit_every, self._comm)
         if init_sync:
             broadcast_tensors(table.params, self._comm)
             broadcast_tensors(self.modules_buffers if arguments.syncs_buffers_at_init else [], self._comm)
+            self._audit.buffers_are_equal = arguments.syncs_buffers_at_init
         own_caps = _OWN_CAPS.get(core_transport.name(), _SOCKET_CAPS)
         self._reduction = Reducer(
             table,
@@ -249,20 +256,27 @@ class DistributedDataParallel(TorchDDP):
                 self.logger.set_runtime_stats_and_log()
             self._reduction.before_forward()
         if self._is_training_forward():
-            self._meet_peers()
+            everybody = self._meet_peers()
+            if everybody and torch.is_grad_enabled():
+                self._audit.before_forward(self)
+            self._audit.buffers_are_equal = False
         if self.device_ids:
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             return moved_inputs[0], moved_kwargs[0]
         return inputs, kwargs
 
-    def _meet_peers(self) -> None:
-        """Before a training forward: those that have joined are told, and buffers are brought together."""
+    def _meet_peers(self) -> bool:
+        """Before a training forward: those that have joined are told, and buffers are brought together.
+
+        Returns whether nobody has joined.
+        """
         Join.notify_join_context(self)
-        syncs, source = self._check_sync_bufs_pre_fwd(), 0
+        syncs, source, everybody = self._check_sync_bufs_pre_fwd(), 0, True
         if self._join_config.enable:
-            source, _, _ = meet_in_forward(self, joined=False)
+            source, _, _, everybody = meet_in_forward(self, joined=False)
         if syncs:
             self.sync_buffers(source)
+        return everybody
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self._inside_ddp_forward():
@@ -281,16 +295,6 @@ class DistributedDataParallel(TorchDDP):
     def _is_training_forward(self) -> bool:
         """False in an evaluation under no_grad, which one rank may well run alone."""
         return torch.is_grad_enabled() or self.training
-
-    @contextmanager
-    def _inside_ddp_forward(self) -> Iterator[None]:
-        # On torch's own class: dynamo may have taken the name from there before another class was put in its place.
-        with super()._inside_ddp_forward():
-            outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
-            try:
-                yield
-            finally:
-                TorchDDP._active_ddp_module = outer
 
     # ---- buffers
 
@@ -328,6 +332,22 @@ class DistributedDataParallel(TorchDDP):
 
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
         sync_batch_norm.serve(module)
+
+    # ---- are the replicas equal
+
+    def audit(self) -> AuditReport:
+        """Compares the replicas on all ranks bit for bit, by checksums, and returns what was compared; collective.
+
+        That is all parameters, frozen ones too, and the buffers that training forwards bring together. Buffers are left
+        out (the report counts 0) from a forward on that may have changed them until the next training forward or
+        sync_buffers(), for they differ by right then, if forward_sync_buffers is off, and under a buffer hook. The
+        state of optimizers is not looked at, nor what the module's list of parameters and buffers to ignore names. Of a
+        DTensor the local part is compared. Call it outside backward; it reads every byte once.
+
+        Raises:
+            ReplicasDiffer: on every rank, naming the first tensor that differs, the ranks, the element and its values.
+        """
+        return self._audit.run(self)
 
     # ---- what happened
 
