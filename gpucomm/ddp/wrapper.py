@@ -14,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gpucomm import _core
 from gpucomm.communicator import Communicator
-from gpucomm.ddp import buffers, state, sync_batch_norm
+from gpucomm.ddp import buffers, optimizer_in_backward, state, sync_batch_norm
 from gpucomm.ddp.arguments import Arguments, check_delayed, check_devices, check_module, check_parameters
 from gpucomm.ddp.audit import Audit, AuditReport
 from gpucomm.ddp.comm_hooks import CAPS as HOOK_CAPS
 from gpucomm.ddp.comm_hooks import builtin_hook, check_hook
+from gpucomm.ddp.compiling import keep_compiler_out
 from gpucomm.ddp.join import DdpJoinHook, meet_in_forward
 from gpucomm.ddp.logging_data import Logger
 from gpucomm.ddp.replicas import broadcast_tensors, check_same_model
@@ -185,6 +186,7 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
 
     def _connect(self, world: World, table: ParameterTable, init_sync: bool) -> None:
         """Builds all that talks to other ranks; collective. init_sync: compare the models, and take rank 0's values."""
+        keep_compiler_out()
         arguments = self._arguments
         self.process_group = world.group
         self._assign_modules_buffers()
@@ -427,6 +429,9 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
             overlapped.register_ddp(self)
         except NotImplementedError as error:
             raise RuntimeError(f"{optim} does not support overlapped DDP: torch has no functional one") from error
+
+    def _setup_in_backward_optimizers(self) -> None:
+        optimizer_in_backward.take_over(self)
 
     # ---- means
 
