@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -294,17 +293,6 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
     def _is_training_forward(self) -> bool:
         """False in an evaluation under no_grad, which one rank may well run alone."""
         return torch.is_grad_enabled() or self.training
-
-    @contextmanager
-    @_disable_dynamo(recursive=False)
-    def _inside_ddp_forward(self) -> Iterator[None]:
-        # On torch's own class: dynamo may have taken the name from there before another class was put in its place.
-        with super()._inside_ddp_forward():
-            outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
-            try:
-                yield
-            finally:
-                TorchDDP._active_ddp_module = outer
 
     # ---- buffers
 
