@@ -122,6 +122,13 @@ void fill(const dlpack::Tensor& tensor, int per_element, HostArray* array, Layou
   array->dense = array->contiguous || is_dense(*layout);
 }
 
+// Tensors that stand for others (distributed ones, fake ones, those on the meta device) have shapes but no memory.
+bool has_memory(const dlpack::Tensor& tensor) {
+  bool empty = false;
+  for (int d = 0; d < tensor.ndim; ++d) empty |= tensor.shape[d] == 0;
+  return tensor.data != nullptr || empty;
+}
+
 bool read_buffer(PyObject* object, HostArray* array, Layout* layout) {
   Py_buffer view;
   if (PyObject_GetBuffer(object, &view, PyBUF_STRIDES | PyBUF_FORMAT) != 0) return false;
@@ -206,6 +213,9 @@ bool read_dlpack(PyObject* object, HostArray* array, Layout* layout) {
     if (tensor.device.type != dlpack::kCpu && tensor.device.type != dlpack::kCudaHost) {
       PyErr_Format(PyExc_ValueError, "the array is on a device (DLPack device type %d), host memory is needed",
                    static_cast<int>(tensor.device.type));
+    } else if (!has_memory(tensor)) {
+      PyErr_Format(PyExc_ValueError, "expected an array in host memory, this %s has none of its own",
+                   Py_TYPE(object)->tp_name);
     } else if (per_element == 0) {
       PyErr_Format(PyExc_TypeError, "a DLPack dtype of code %d and %d bits has no counterpart here",
                    static_cast<int>(tensor.dtype.code), static_cast<int>(tensor.dtype.bits));
@@ -259,6 +269,7 @@ bool read_exchange_array(PyObject* object, HostArray* array, Layout* layout) {
     return false;
   }
   if (tensor.device.type != dlpack::kCpu && tensor.device.type != dlpack::kCudaHost) return false;
+  if (!has_memory(tensor)) return false;
   const int per_element = counterpart(tensor.dtype, &array->dtype);
   if (per_element == 0) return false;
   fill(tensor, per_element, array, layout);

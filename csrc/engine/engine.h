@@ -57,6 +57,10 @@ class Engine {
   void set_plan(std::vector<BucketSpec> buckets, uint64_t layout_hash);
   // Moves one bucket to other memory of the same size. Only between iterations.
   void replace_memory(size_t bucket, Memory memory);
+  // Has the gradient of a parameter unpacked to `grad` (numel elements, of another dtype than the slot's) once it is
+  // reduced. The memory stays the caller's, alive until the next call for this parameter or the next set_plan(). Only
+  // between iterations.
+  void unpack_to(int32_t parameter, void* grad, DType grad_dtype);
 
   void arm_local() {
     mode_ = Mode::kLocal;
@@ -77,7 +81,7 @@ class Engine {
   // The same for a slot whose parameter got no gradient in this backward: packs what `grad` holds, zeros if null.
   // Does not count as used, launches nothing.
   void complete(int32_t parameter, const void* grad, DType grad_dtype);
-  // For a caller that has written the slot itself (foreign layouts): only counts it.
+  // For a caller that has put the gradient where the program sees it (foreign layouts): packs it from there.
   void mark_packed(int32_t parameter);
 
   // The gradient cannot go through its slot (a second gradient after packing, no slot, another dtype): asks all ranks
@@ -120,6 +124,7 @@ class Engine {
   void launch_packed();
   bool launch_next_piece(Bucket& bucket);
   void note_reduced();
+  void unpack(const Bucket& bucket);
   void note_wait(uint64_t begin_ticks, int32_t id, size_t bytes);
   void start_header(const HeaderWords& words);
   void read_verdict();

@@ -12,13 +12,15 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gpucomm import _core
 from gpucomm.communicator import Communicator
+from gpucomm.ddp.mesh import check_placement, group_of
 from gpucomm.ddp.replicas import broadcast_tensors, check_same_model
 from gpucomm.reduction.buckets import MIB, BucketPlan, ParameterSpec
 from gpucomm.reduction.parameters import ParameterTable
 from gpucomm.reduction.reducer import Reducer
+from gpucomm.reduction.wire import narrow_wire
 from gpucomm.trace import TraceEvent, read_trace
 from gpucomm.transport import Transport
-from gpucomm.world import World, withdrawing
+from gpucomm.world import Settings, World, withdrawing
 
 # What stock reports as its default; our own plan has buckets of another size.
 _STOCK_CAP_MIB = 25
@@ -43,6 +45,10 @@ class DistributedDataParallel(TorchDDP):
             itself), "shm", "c10d", "loopback" (this process stands for all ranks), or a gpucomm Transport.
         plan: a BucketPlan to use in place of one made from the order in which gradients become ready.
         timeout: timedelta or seconds a wait for a peer lasts before CommTimeout; default: the process group's.
+        wire_dtype: torch.bfloat16 or torch.float16: fp32 gradients travel as that, `.grad` is fp32 again. Each rank's
+            gradient is rounded once, and the mean once; they are divided by the number of ranks before they are added,
+            in fp32. A gradient beyond the range of float16 (65,504) becomes infinite on every rank, in `.grad` too.
+            Such parameters take the memory of their gradient and of its form on the wire.
 
     Raises:
         ModelsDiffer: the ranks' models differ; on every rank, naming the first difference.
@@ -80,27 +86,31 @@ class DistributedDataParallel(TorchDDP):
         transport: str | Transport = "auto",
         plan: BucketPlan | None = None,
         timeout: timedelta | float | None = None,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         with withdrawing(process_group):
+            group = group_of(process_group, device_mesh)
+        with withdrawing(group):
             _refuse_unserved(
                 delay_all_reduce_named_params=delay_all_reduce_named_params,
                 param_to_hook_all_reduce=param_to_hook_all_reduce,
                 mixed_precision=mixed_precision,
-                device_mesh=device_mesh,
                 skip_all_reduce_unused_params=skip_all_reduce_unused_params or None,
             )
             caps = _bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
-            world = World.of(process_group, timeout, transport)
+            wire = narrow_wire(wire_dtype if wire_dtype is not None else Settings.from_environment().wire_dtype)
+            world = World.of(group, timeout, transport, str(wire))
             self.process_group = world.group
             self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
             table = ParameterTable(module, self.parameters_to_ignore)
             self._module_parameters = table.params
             _check_module(self._module_parameters, device_ids, output_device)
+            check_placement(table.names, table.params, world.global_ranks)
             if plan is not None:
                 trainable = [i for i, p in enumerate(table.params) if p.requires_grad]
-                plan.check([ParameterSpec.of(p) for p in table.params], trainable)
+                plan.check([ParameterSpec.of(p, wire) for p in table.params], trainable)
             _warn_deprecated(broadcast_buffers, forward_sync_buffers, check_reduction)
 
         self.device_ids = None
@@ -115,6 +125,8 @@ class DistributedDataParallel(TorchDDP):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
         self.mixed_precision = None
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.bucket_bytes_cap = int(max(bucket_cap_mb_list or [bucket_cap_mb or _STOCK_CAP_MIB]) * MIB)
@@ -143,6 +155,7 @@ class DistributedDataParallel(TorchDDP):
             allow_unused=find_unused_parameters,
             static_graph=static_graph,
             plan=plan,
+            wire=wire,
         )
         self.reducer.sync_requested = _requested_by(self)
 

@@ -25,11 +25,13 @@ from gpucomm.errors import CommError, CommTimeout, PeerFailed, StepFailed, text_
 from gpucomm.reduction.backward import BackwardEnd, queue_at_outermost_end, starts_on_this_thread
 from gpucomm.reduction.buckets import BucketMemory, BucketPlan
 from gpucomm.reduction.hooks import Hooks
+from gpucomm.reduction.local import local_grad, placed_like
 from gpucomm.reduction.parameters import ParameterTable
 from gpucomm.reduction.second_round import SecondRound
 from gpucomm.reduction.sharing import claim, enlist
 from gpucomm.reduction.slots import Slots
 from gpucomm.reduction.usage import Usage
+from gpucomm.reduction.wire import Wire
 from gpucomm.transport import Transport
 
 
@@ -38,7 +40,7 @@ class Reducer:
 
     table: all parameters of the module, the same on every rank. caps, plan: see Slots.
     piece_bytes: buckets are packed and reduced in pieces of this size, 0: each as a whole.
-    allow_unused, static_graph: see Usage.
+    allow_unused, static_graph: see Usage. wire: how gradients travel, see Wire.
     comm: brings the transport; collectives of the wrapper and of the engine come in one order on its stream.
     """
 
@@ -54,6 +56,7 @@ class Reducer:
         allow_unused: bool,
         static_graph: bool,
         plan: BucketPlan | None = None,
+        wire: Wire | None = None,
     ) -> None:
         self.table = table
         self.params = table.params
@@ -62,7 +65,7 @@ class Reducer:
         self.transport = transport
         self.trace = _core.Trace()
         self.engine = _core.Engine(transport, stream, self.trace, len(self.params), piece_bytes=piece_bytes)
-        self.slots = Slots(self.params, self.engine, transport, caps, plan)
+        self.slots = Slots(self.params, self.engine, transport, caps, plan, wire or Wire())
         self.sync_requested: Callable[[], bool] = lambda: True
 
         self._usage = Usage(self.names, allow_unused=allow_unused, static_graph=static_graph)
@@ -83,7 +86,7 @@ class Reducer:
         self._warnings: list[str] = []  # given once the iteration is complete
         self._warned_forwards = self._warned_graph = False
         self._hooks = Hooks(table, self._make_hook)
-        self._hooks.set_layouts(self.slots.views)
+        self._hooks.set_layouts(self.slots.views, self.slots.wire)
         table.on_replace = _weakly(self, "_on_replaced_parameter")
         self.active = True
         enlist(self)
@@ -150,7 +153,7 @@ class Reducer:
             )
         if reduce:
             if self.slots.apply_next():
-                self._hooks.set_layouts(self.slots.views)
+                self._hooks.set_layouts(self.slots.views, self.slots.wire)
             self.slots.free()
         self._started_on = get_ident() if starts_on_this_thread() else None
         end = BackwardEnd(self._on_backward_end, self._on_backward_aborted)
@@ -194,8 +197,8 @@ class Reducer:
                 "wrapper ran the last forward and does not have this one: run backward before another wrapper's "
                 "forward, or wrap one module that holds both"
             )
-        engine, grad = self.engine, param.grad
-        if engine.mode != _core.Mode.REDUCE or grad is None:
+        engine = self.engine
+        if engine.mode != _core.Mode.REDUCE or (grad := local_grad(param)) is None:
             return  # not ours to reduce, or undefined: the parameter was not used
         if grad.layout != torch.strided:
             raise NotImplementedError(f"parameter '{self.names[index]}' has a {grad.layout} gradient")
@@ -233,7 +236,7 @@ class Reducer:
             if not verdict.all_used or self._usage.static_graph:
                 planned = [i for i in self.plan.parameters if self.slots.specs[i].numel > 0]
                 self._usage.check(verdict, planned, self.params, self.comm)
-            _core.install_views(self.engine, verdict, self.params, self.slots.views)
+            _core.install_views(self.engine, verdict, self.params, self.slots.grads)
             for index, grad in self._kept.items():
                 if not verdict.is_used(index):
                     self.slots.view(index).copy_(grad)
@@ -264,7 +267,7 @@ class Reducer:
                     self._hooks.call(index)
             missing = self.engine.missing()
         for index in missing:
-            grad = self.params[index].grad
+            grad = local_grad(self.params[index])
             view = self.slots.fitting_view(index, grad) if grad is not None else None
             if grad is None or view is None:
                 self.engine.complete(index, None)
@@ -323,9 +326,9 @@ class Reducer:
             view.add_(mean)
         elif self.slots.views[index] is not None:
             # Installed in place of the slot's view, which holds zeros of another kind.
-            self.slots.views[index] = mean.clone()
+            self.slots.substitute(index, mean.clone())
         else:
-            self.params[index].grad = mean.clone()
+            self.params[index].grad = placed_like(self.params[index], mean.clone())
 
     def _on_backward_aborted(self, find_text: Callable[[], str]) -> None:
         """Backward raised on this rank: keep the peers company to the end of the iteration and tell them."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpucomm.errors import StepFailed
+from gpucomm.reduction.local import local_of
 
 if TYPE_CHECKING:
     from gpucomm.reduction.reducer import Reducer
@@ -35,15 +36,16 @@ class SecondRound:
         The reducer adds the means to what it reduced.
         Raises StepFailed on every rank if a parameter's shape or dtype differs between ranks.
         """
-        layout = [(tuple(reducer.params[i].shape), reducer.params[i].dtype) for i in parameters]
+        held = {i: local_of(reducer.params[i]) for i in parameters}
+        layout = [(tuple(local.shape), local.dtype) for local in held.values()]
         _check_layout(reducer, parameters, layout)
         for dtype in sorted({dtype for _, dtype in layout}, key=str):
             members = [i for i, (_, d) in zip(parameters, layout, strict=True) if d == dtype]
-            parts = [self._grads.get(i, torch.zeros(reducer.params[i].shape, dtype=dtype)) for i in members]
+            parts = [self._grads.get(i, torch.zeros(held[i].shape, dtype=dtype)) for i in members]
             flat = torch.cat([part.to(dtype).reshape(-1) for part in parts])
             reducer.comm.all_reduce(torch.view_as_real(flat) if dtype.is_complex else flat, "avg")
             for i, mean in zip(members, flat.split([part.numel() for part in parts]), strict=True):
-                reducer.add_mean(i, mean.view(reducer.params[i].shape))
+                reducer.add_mean(i, mean.view(held[i].shape))
 
 
 def _check_layout(reducer: "Reducer", parameters: list[int], layout: list) -> None:

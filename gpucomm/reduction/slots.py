@@ -11,6 +11,8 @@ import torch
 from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.reduction.buckets import BucketMemory, BucketPlan, ParameterSpec, allocate_buckets
+from gpucomm.reduction.local import DistributedGrad, is_distributed, placed_like
+from gpucomm.reduction.wire import Wire
 
 
 class Slots:
@@ -18,6 +20,9 @@ class Slots:
 
     params: a parameter for each index, the list of the table. caps: see BucketPlan.build. plan: a checked plan to use
     from the start and keep; else one in registration order, to be followed by one in ready order.
+
+    views: what of each parameter's gradient this rank holds, in its slot or unpacked beside it; None: no slot. grads:
+    what is installed as `.grad`: the view, or a distributed tensor around it.
     """
 
     def __init__(
@@ -27,12 +32,14 @@ class Slots:
         transport: _core.Transport,
         caps: Sequence[int],
         plan: BucketPlan | None,
+        wire: Wire,
     ) -> None:
         self.is_final = plan is not None
         self._params = params
         self._engine = engine
         self._transport = transport
         self._caps = list(caps)
+        self.wire = wire
         self.next_plan: BucketPlan | None = None
         self._next_specs: list[ParameterSpec] = []
         self.plan_next(plan or self._registration_order_plan())
@@ -56,12 +63,27 @@ class Slots:
         ]
         self._engine.set_plan(buckets, plan.layout_hash)
         self.views: list[torch.Tensor | None] = [None] * len(self._params)
-        self._bucket_of = {}
-        for index, (bucket, memory) in enumerate(zip(plan.buckets, self.memories, strict=True)):
-            for slot in bucket.slots:
-                self.views[slot.parameter] = memory.views.pop(slot.parameter)
-                self._bucket_of[slot.parameter] = index
+        self._distributed: dict[int, DistributedGrad] = {}
+        # One list for both, unless a parameter is distributed.
+        self.grads = [*self.views] if any(map(is_distributed, self._params)) else self.views
+        self._bucket_of = {slot.parameter: i for i, bucket in enumerate(plan.buckets) for slot in bucket.slots}
+        for memory in self.memories:
+            self._take_views(memory)
         return True
+
+    def _take_views(self, memory: BucketMemory) -> None:
+        for parameter in list(memory.views):
+            # Nothing else may hold a view: references to it tell whether the program keeps the gradient.
+            self.views[parameter] = memory.views.pop(parameter)
+            if is_distributed(self._params[parameter]):
+                grad = DistributedGrad(self._params[parameter], self.view(parameter))
+                self._distributed[parameter] = grad
+                self.grads[parameter] = grad.tensor
+            else:
+                self.grads[parameter] = self.views[parameter]
+        for parameter in memory.unpacked:
+            self._engine.unpack_to(parameter, self.views[parameter])
+        memory.count_uses()
 
     def view(self, index: int) -> torch.Tensor:
         """The view of a parameter that has a slot."""
@@ -70,10 +92,16 @@ class Slots:
         return view
 
     def fitting_view(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
-        """The view of the slot, if there is one and it takes this gradient."""
+        """The view, if there is one and it takes this gradient (of a distributed one, the local part)."""
         view = self.views[index]
-        fits = view is not None and grad.shape == view.shape and grad.dtype == view.dtype
+        fits = view is not None and grad.shape == view.shape and self.wire.takes(grad.dtype, view.dtype)
         return view if fits else None
+
+    def substitute(self, index: int, local: torch.Tensor) -> None:
+        """Has this installed in place of the view, for as long as the plan is in force."""
+        self._distributed.pop(index, None)
+        self.views[index] = local
+        self.grads[index] = placed_like(self._params[index], local)
 
     def free(self) -> None:
         """Gives buckets new memory in which somebody still keeps a gradient, so that it is never overwritten."""
@@ -81,12 +109,16 @@ class Slots:
             self._bucket_of[i] for i in _core.stale_views(self._engine, self._params, self.views, _GRAD_REFERENCES)
         }
         stale.update(i for i, memory in enumerate(self.memories) if memory.aliased())
+        for parameter, grad in self._distributed.items():
+            if grad.is_kept(self._params[parameter], _GRAD_REFERENCES):
+                stale.add(self._bucket_of[parameter])
         for index in stale:
-            bucket = self.plan.buckets[index]
-            memory = BucketMemory(bucket, self._transport.allocate(max(bucket.nbytes, 1)), self.specs)
-            self._engine.replace_memory(index, memory.memory)
-            for parameter in list(memory.views):
-                self.views[parameter] = memory.views.pop(parameter)
+            bucket, old = self.plan.buckets[index], self.memories[index]
+            fresh = self._transport.allocate(max(bucket.nbytes, 1)) if old.in_slots else old.memory
+            memory = BucketMemory(bucket, fresh, self.specs)
+            if old.in_slots:
+                self._engine.replace_memory(index, fresh)
+            self._take_views(memory)
             self.memories[index] = memory
 
     # ---- the next one
@@ -128,7 +160,7 @@ class Slots:
         return BucketPlan.build(self._specs_now(), order, self._caps)
 
     def _specs_now(self) -> list[ParameterSpec]:
-        return [ParameterSpec.of(p) for p in self._params]
+        return [ParameterSpec.of(p, self.wire) for p in self._params]
 
 
 def _count_grad_references() -> int:
