@@ -54,7 +54,11 @@ class DistributedGrad:
     def __init__(self, param: torch.Tensor, view: torch.Tensor) -> None:
         self.tensor = placed_like(param, view)
         self._address = view.data_ptr()
-        self._unused = self._references()
+        self._ours = (0, 0)
+
+    def count_references(self) -> None:
+        """All that hold it now are ours."""
+        self._ours = self._references()
 
     def is_kept(self, param: torch.Tensor, grad_references: int) -> bool:
         """Whether it cannot take the next gradient: somebody besides `.grad` holds it, or it was moved to other memory.
@@ -65,7 +69,7 @@ class DistributedGrad:
             return True
         outer, inner = self._references()
         is_grad = param.grad is self.tensor
-        return outer > self._unused[0] + (grad_references if is_grad else 0) or inner > self._unused[1]
+        return outer > self._ours[0] + (grad_references if is_grad else 0) or inner > self._ours[1]
 
     def _references(self) -> tuple[int, int]:
         """To the distributed tensor, and to the local one in it."""

@@ -79,6 +79,7 @@ class Slots:
                 grad = DistributedGrad(self._params[parameter], self.view(parameter))
                 self._distributed[parameter] = grad
                 self.grads[parameter] = grad.tensor
+                grad.count_references()
             else:
                 self.grads[parameter] = self.views[parameter]
         for parameter in memory.unpacked:
