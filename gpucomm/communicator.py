@@ -83,20 +83,22 @@ class Communicator(_core.CommunicatorBase):
 
     def all_gather_bytes(self, mine: bytes) -> list[bytes]:
         """Byte strings of any length from all ranks, in rank order. Two collectives."""
+        source = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
+        return [bytes(row.tolist()) for row in self.all_gather_uneven(source)]
+
+    def all_gather_uneven(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """One-dimensional tensors of one dtype and any length from all ranks, in rank order. Two collectives."""
         lengths = torch.empty(self.world_size, dtype=torch.int64)
         self.all_gather(lengths, torch.tensor([len(mine)]))
         longest = int(lengths.max())
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        if mine:
-            padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        everything = torch.empty(self.world_size * longest, dtype=torch.uint8)
+        if longest == 0:
+            return [mine] * self.world_size
+        padded = torch.zeros(longest, dtype=mine.dtype)
+        padded[: len(mine)] = mine
+        everything = torch.empty(self.world_size * longest, dtype=mine.dtype)
         self.all_gather(everything, padded)
-        rows = (
-            everything.view(self.world_size, longest)
-            if longest
-            else [torch.empty(0, dtype=torch.uint8)] * self.world_size
-        )
-        return [bytes(row[: int(length)].tolist()) for row, length in zip(rows, lengths, strict=True)]
+        rows = everything.view(self.world_size, longest)
+        return [row[: int(length)].clone() for row, length in zip(rows, lengths, strict=True)]
 
     def close(self) -> None:
         """Lets go of the transport; a peer that still waits for this rank gets PeerFailed. Idempotent."""

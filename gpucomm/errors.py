@@ -29,6 +29,25 @@ class StepFailed(CommError):
     """
 
 
+class NonFinite(StepFailed):
+    """A gradient is infinite or not a number, and the policy is to raise. On every rank; the next iteration works.
+
+    Attributes:
+        ranks: those whose own gradients are not finite, in the default process group; empty if only their sum is not.
+        parameter: the first such parameter of the first of them.
+        iteration: the number of the reduction, from 1.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int], parameter: str, iteration: int) -> None:
+        super().__init__(message)
+        self.ranks = list(ranks)
+        self.parameter = parameter
+        self.iteration = iteration
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.args[0], self.ranks, self.parameter, self.iteration)
+
+
 class PeerFailed(CommError):
     """A peer is gone: it died, closed its communicator or gave up. What raised this is dead from then on.
 

@@ -20,6 +20,7 @@ from gpucomm.errors import CommError, CommTimeout, TransportUnavailable
 from gpucomm.transport import C10dTransport, Transport
 from gpucomm.version import __version__
 
+NONFINITE = ("pass", "raise", "skip")
 TRANSPORTS = ("auto", "shm", "c10d", "loopback")
 WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -34,6 +35,7 @@ class Settings:
     transport: str = "auto"
     timeout_s: float | None = None
     wire_dtype: torch.dtype | None = None
+    nonfinite: str = "pass"
 
     @classmethod
     def from_environment(cls) -> "Settings":
@@ -52,7 +54,10 @@ class Settings:
         wire = os.environ.get("GPUCOMM_WIRE_DTYPE") or None
         if wire is not None and wire not in WIRE_DTYPES:
             raise ValueError(f"GPUCOMM_WIRE_DTYPE is {wire!r}, accepted are {', '.join(WIRE_DTYPES)}")
-        return cls(transport, timeout_s, WIRE_DTYPES[wire] if wire else None)
+        nonfinite = os.environ.get("GPUCOMM_NONFINITE") or "pass"
+        if nonfinite not in NONFINITE:
+            raise ValueError(f"GPUCOMM_NONFINITE is {nonfinite!r}, accepted are {', '.join(NONFINITE)}")
+        return cls(transport, timeout_s, WIRE_DTYPES[wire] if wire else None, nonfinite)
 
 
 @dataclass(frozen=True)
@@ -209,6 +214,15 @@ def _usable(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             "this process was forked from one with this process group: a child cannot take its place in the group"
         )
     return group
+
+
+def nonfinite_policy(policy: str | None) -> str:
+    """The one asked for, by argument or else by the environment. Raises ValueError for one that there is not."""
+    if policy is None:
+        return Settings.from_environment().nonfinite
+    if policy not in NONFINITE:
+        raise ValueError(f"nonfinite is {policy!r}, accepted are {', '.join(NONFINITE)}")
+    return policy
 
 
 def _transport(transport: str | Transport) -> str | Transport:

@@ -15,8 +15,12 @@ def mean_gradients(model, loss_of, world):
         loss_of(replica, rank).backward()
         for name, param in replica.named_parameters():
             if param.grad is not None:
-                total[name] = total.get(name, 0) + param.grad / world
+                total[name] = total.get(name, 0) + dense(param.grad) / world
     return total
+
+
+def dense(grad):
+    return grad.to_dense() if grad.is_sparse else grad
 
 
 def assert_mean(ddp, expected, tolerance=1e-6):

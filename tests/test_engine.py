@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
-from toys import batch, mlp
+from toys import TwoHeads, batch, mlp
 
 import gpucomm.ddp.wrapper as ddp_module
 from gpucomm import BucketPlan, Transport, _core
@@ -265,3 +265,58 @@ def test_the_wait_for_a_slow_peer_is_in_the_trace_of_the_one_that_waited():
 
     waited, _ = run_ranks(body, 2)
     assert waited > 2e8
+
+
+def spoil(param, value, at=-1):
+    """From now on the gradient of this parameter holds the value at that place."""
+
+    def hook(grad):
+        grad = grad.clone()
+        grad.view(-1)[at] = value
+        return grad
+
+    param.register_hook(hook)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_the_engine_knows_the_lowest_parameter_whose_own_gradient_was_not_finite(transport):
+    def body(rank, world):
+        ours = Ours(mlp(), transport=transport)
+        ours.reducer.engine.set_check_finite(True)
+        train(ours, rank, 1, 24)
+        assert ours.reducer.engine.nonfinite_parameter == -1
+        if rank == 1:
+            params = list(ours.module.parameters())
+            spoil(params[4], float("nan"))
+            spoil(params[2], float("inf"), at=0)
+        train(ours, rank, 1, 24)
+        assert not list(ours.parameters())[2].grad.isfinite().all(), "the mean holds it on both ranks"
+        return ours.reducer.engine.nonfinite_parameter
+
+    assert run_ranks(body, 2) == [-1, 2]
+
+
+def test_what_was_not_finite_is_forgotten_when_the_next_iteration_is_armed():
+    def body(rank, world):
+        ours = Ours(mlp())
+        ours.reducer.engine.set_check_finite(True)
+        x = batch(rank, 0, 4, 24)
+        ours(x * float("inf")).square().mean().backward()
+        assert ours.reducer.engine.nonfinite_parameter == 0
+        ours.zero_grad()
+        ours(x).square().mean().backward()
+        assert ours.reducer.engine.nonfinite_parameter == -1
+
+    run_ranks(body, 1)
+
+
+def test_a_gradient_kept_by_an_unused_parameter_is_looked_at_too():
+    def body(rank, world):
+        ours = Ours(TwoHeads(), find_unused_parameters=True)
+        ours.reducer.engine.set_check_finite(True)
+        kept = ours.module.heads[1].bias
+        kept.grad = torch.full_like(kept, float("nan"))
+        ours(batch(rank, 0, 4, 6), head=0).square().mean().backward()
+        return ours.reducer.names[ours.reducer.engine.nonfinite_parameter]
+
+    assert run_ranks(body, 1) == ["heads.1.bias"]

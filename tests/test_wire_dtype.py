@@ -7,6 +7,7 @@ import torch
 from gradients import same_on_all_ranks
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from toys import TwoHeads, batch, mlp
 
 from gpucomm import DistributedDataParallel as Ours
@@ -265,6 +266,39 @@ def test_ranks_that_ask_for_different_wires_are_refused_on_every_rank():
     for outcome in run_ranks(body, 2, expect_failures=True):
         assert outcome.error_type == "CommError"
         assert "wire dtype differs between ranks: 'torch.float32 as torch.bfloat16' on rank 0" in outcome.error_text
+
+
+def test_a_communication_hook_is_refused_beside_it():
+    def body(rank, world):
+        ours = Ours(mlp(), wire_dtype=torch.bfloat16)
+        with pytest.raises(RuntimeError, match="a communication hook beside wire_dtype="):
+            ours.register_comm_hook(None, default_hooks.allreduce_hook)
+
+    run_ranks(body, 1)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_weighted_mean_is_one_of_fp32(transport):
+    def body(rank, world):
+        ours = Ours(nn.Linear(1, 1, bias=False), transport=transport, wire_dtype=torch.bfloat16)
+        for _ in range(2):
+            ours.zero_grad()
+            with ours.weight(1 + 2 * rank):
+                ours(torch.tensor([[2.0 + rank]])).sum().backward()
+        return ours.module.weight.grad.item()
+
+    first, second = run_ranks(body, 2)  # (2 + 3) / (1 + 3)
+    assert first == second == pytest.approx(1.25, rel=2 * UNIT[torch.bfloat16])
+
+
+def test_an_overflow_of_float16_is_not_finite_to_the_policy():
+    def body(rank, world):
+        ours = Ours(nn.Linear(1, 1, bias=False), transport="shm", wire_dtype=torch.float16, nonfinite="raise")
+        ours(torch.tensor([[1e6 if rank == 1 else 1.0]])).sum().backward()
+
+    for outcome in run_ranks(body, 2, expect_failures=True):
+        assert outcome.error_type == "NonFinite"
+        assert "rank 1" in outcome.error_text
 
 
 @pytest.mark.parametrize("value", [torch.float32, torch.int8, "bfloat16", 16])

@@ -1,7 +1,10 @@
 // Engine, its verdict, and the trace.
 #include "engine/engine.h"
 
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
+
+#include <optional>
 
 #include "bindings/bindings.h"
 #include "bindings/host_array.h"
@@ -46,14 +49,17 @@ void set_plan(Engine& engine, const py::list& buckets, uint64_t layout_hash) {
   engine.set_plan(std::move(specs), layout_hash);
 }
 
-const Verdict& finish(Engine& engine, uint32_t backwards, uint32_t forwards, bool failed, double weight) {
+// weight: what the program gave, None where it gave none.
+const Verdict& finish(Engine& engine, uint32_t backwards, uint32_t forwards, bool failed, bool joined,
+                      std::optional<double> weight, int32_t nonfinite) {
+  const uint32_t flags = (failed ? kFailed : 0u) | (joined ? kJoined : 0u) | (weight ? kWeighted : 0u);
   return engine.finish({.iteration = engine.iteration(),
                         .layout_hash = engine.layout_hash(),
                         .backwards = backwards,
                         .forwards = forwards,
-                        .failed = failed,
-                        .reserved = 0,
-                        .weight = weight,
+                        .flags = flags,
+                        .nonfinite = nonfinite,
+                        .weight = weight.value_or(joined ? 0.0 : 1.0),
                         .wait_ns = engine.wait_ns()});
 }
 
@@ -114,7 +120,10 @@ void bind_engine(py::module_& module) {
       .def_readonly("layout_hash", &HeaderWords::layout_hash)
       .def_readonly("backwards", &HeaderWords::backwards)
       .def_readonly("forwards", &HeaderWords::forwards)
-      .def_property_readonly("failed", [](const HeaderWords& w) { return w.failed != 0; })
+      .def_property_readonly("failed", [](const HeaderWords& w) { return (w.flags & kFailed) != 0; })
+      .def_property_readonly("joined", [](const HeaderWords& w) { return (w.flags & kJoined) != 0; })
+      .def_property_readonly("weighted", [](const HeaderWords& w) { return (w.flags & kWeighted) != 0; })
+      .def_readonly("nonfinite", &HeaderWords::nonfinite)
       .def_readonly("weight", &HeaderWords::weight)
       .def_readonly("wait_ns", &HeaderWords::wait_ns);
 
@@ -148,17 +157,24 @@ void bind_engine(py::module_& module) {
       .def("complete", &complete, py::arg("parameter"), py::arg("grad").none(true))
       .def("mark_packed", &Engine::mark_packed, py::arg("parameter"))
       .def("mark_used", &Engine::mark_used, py::arg("parameter"))
+      .def("used", &Engine::used, py::arg("parameter"), "since the last reduction")
       .def("packed", &Engine::packed, py::arg("parameter"))
       .def("has_slot", [](const Engine& e, int32_t parameter) { return e.slot(parameter).bucket >= 0; })
+      .def("set_check_finite", &Engine::set_check_finite, py::arg("check"))
       .def("request_second_round", &Engine::request_second_round, py::arg("parameter"))
       .def("missing", &Engine::missing)
-      .def("finish", &finish, py::arg("backwards"), py::arg("forwards"), py::arg("failed"), py::arg("weight"),
-           py::return_value_policy::reference_internal)
+      .def("hand_over_to", &Engine::hand_over_to, py::arg("take"))
+      .def("mark_reduced", &Engine::mark_reduced, py::arg("bucket"))
+      .def("hold_back", &Engine::hold_back, py::arg("bucket"))
+      .def("launch_rest", &Engine::launch_rest)
+      .def("finish", &finish, py::arg("backwards"), py::arg("forwards"), py::arg("failed"), py::arg("joined") = false,
+           py::arg("weight") = py::none(), py::arg("nonfinite") = -1, py::return_value_policy::reference_internal)
       .def("disarm", &Engine::disarm)
       .def_property_readonly("mode", &Engine::mode)
       .def_property_readonly("iteration", &Engine::iteration)
       .def_property_readonly("launched", &Engine::launched)
       .def_property_readonly("reduced", &Engine::reduced)
+      .def_property_readonly("nonfinite_parameter", &Engine::nonfinite_parameter)
       .def_property_readonly("wait_ns", &Engine::wait_ns)
       .def_property_readonly("ready_order", &Engine::ready_order);
 }

@@ -9,5 +9,6 @@ PYBIND11_MODULE(_core, module) {
   gpucomm::bind_communicator(module);
   gpucomm::bind_engine(module);
   gpucomm::bind_grad_hook(module);
+  gpucomm::bind_kernels(module);
   module.attr("isa") = std::string(gpucomm::kernels().isa);
 }

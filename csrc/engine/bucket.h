@@ -32,6 +32,7 @@ struct Bucket {
   size_t numel = 0;                 // padding between slots included, it is zero
   std::vector<int32_t> parameters;  // in slot order
   size_t unpacked_bytes = 0;        // of gradients that do not stay in their slots
+  bool held = false;                // not launched before the end of backward
   // Of this iteration:
   size_t pending = 0;   // slots not yet packed
   size_t in_order = 0;  // slots packed before the first one that is not

@@ -83,15 +83,30 @@ void Engine::unpack_to(int32_t parameter, void* grad, DType grad_dtype) {
   bucket.unpacked_bytes += slot.numel * size_of(grad_dtype);
 }
 
+void Engine::hand_over_to(TakeBucket take) {
+  GPUCOMM_ASSERT(mode_ == Mode::kIdle, "hand_over_to inside a backward");
+  take_ = std::move(take);
+  pack_scale_ = reduce_scale_ = 1.0;
+}
+
+void Engine::mark_reduced(size_t index) {
+  const Bucket& bucket = buckets_.at(index);
+  trace_->record(TraceKind::kReduce, static_cast<int32_t>(index), bucket.launch_ticks, ticks(),
+                 bucket.numel * size_of(bucket.dtype), iteration_);
+  if (bucket.unpacked_bytes > 0) unpack(index);
+}
+
 void Engine::arm() {
   GPUCOMM_ASSERT(mode_ == Mode::kIdle, "arm inside a backward");
   mode_ = Mode::kReduce;
   adopt_thread();
   ++iteration_;
+  ending_ = false;
   launched_ = 0;
   reduced_ = 0;
   wait_ticks_ = 0;
   ready_order_.clear();
+  nonfinite_parameter_ = -1;
   packed_.assign(packed_.size(), 0);
   second_round_.clear();
   for (Bucket& bucket : buckets_) {
@@ -104,7 +119,7 @@ void Engine::mark_ready(int32_t parameter, const void* grad, DType grad_dtype) {
   const Slot& slot = slots_[static_cast<size_t>(parameter)];
   const uint64_t ready = ticks();
   const size_t bytes = slot.numel * size_of(slot.dtype);
-  pack_in_pieces(slot, grad, grad_dtype);
+  pack_in_pieces(parameter, grad, grad_dtype);
   trace_->record(TraceKind::kPack, parameter, ready, ticks(), bytes, iteration_);
   used_.set(static_cast<size_t>(parameter));
   ready_order_.push_back(parameter);
@@ -118,7 +133,8 @@ size_t Engine::piece_numel(const Bucket& bucket) const {
 
 // Packs up to each border between pieces that lies in the slot and launches what ends there; the rest is left to the
 // caller. So a piece of a large gradient is reduced while it is in cache.
-void Engine::pack_in_pieces(const Slot& slot, const void* grad, DType grad_dtype) {
+void Engine::pack_in_pieces(int32_t parameter, const void* grad, DType grad_dtype) {
+  const Slot& slot = slots_[static_cast<size_t>(parameter)];
   Bucket& bucket = bucket_of(slot);
   const size_t piece = piece_numel(bucket);
   const bool in_order = bucket.in_order == slot.order;
@@ -126,8 +142,10 @@ void Engine::pack_in_pieces(const Slot& slot, const void* grad, DType grad_dtype
   while (done < slot.numel) {
     size_t numel = slot.numel - done;
     if (in_order && piece > 0) numel = std::min(numel, piece - (slot.offset + done) % piece);
-    codec_->pack(slot.address + done * size_of(slot.dtype), slot.dtype,
-                 static_cast<const std::byte*>(grad) + done * size_of(grad_dtype), grad_dtype, numel, pack_scale_);
+    std::byte* to = slot.address + done * size_of(slot.dtype);
+    codec_->pack(to, slot.dtype, static_cast<const std::byte*>(grad) + done * size_of(grad_dtype), grad_dtype, numel,
+                 pack_scale_);
+    check_finite(parameter, to, slot.dtype, numel);
     done += numel;
     if (in_order && done < slot.numel) {
       bucket.packed = slot.offset + done;
@@ -142,8 +160,15 @@ void Engine::complete(int32_t parameter, const void* grad, DType grad_dtype) {
     codec_->zero(slot.address, slot.numel * size_of(slot.dtype));
   } else {
     codec_->pack(slot.address, slot.dtype, grad, grad_dtype, slot.numel, pack_scale_);
+    check_finite(parameter, slot.address, slot.dtype, slot.numel);
   }
   count_down(parameter);
+}
+
+// Before what was packed is launched: a peer may write its mean there from then on.
+void Engine::check_finite(int32_t parameter, const void* packed, DType dtype, size_t numel) {
+  if (!check_finite_ || (nonfinite_parameter_ >= 0 && nonfinite_parameter_ <= parameter)) return;
+  if (codec_->first_nonfinite(packed, dtype, numel) >= 0) nonfinite_parameter_ = parameter;
 }
 
 void Engine::mark_packed(int32_t parameter) {
@@ -189,6 +214,8 @@ void Engine::launch_packed() {
 }
 
 bool Engine::launch_next_piece(Bucket& bucket) {
+  if (bucket.held && !ending_) return false;
+  if (take_) return hand_over(bucket);
   const size_t end = std::min(bucket.launched + piece_numel(bucket), bucket.numel);
   if (end == bucket.launched || end > bucket.packed) return false;
   if (bucket.launched == 0) bucket.launch_ticks = ticks();
@@ -206,27 +233,35 @@ bool Engine::launch_next_piece(Bucket& bucket) {
   return true;
 }
 
+bool Engine::hand_over(Bucket& bucket) {
+  if (bucket.pending > 0 || bucket.launched == bucket.numel) return false;
+  bucket.launch_ticks = ticks();
+  bucket.reduced = stream_->record();
+  bucket.launched = bucket.numel;  // also where it raises: it is not asked twice
+  if (take_(static_cast<size_t>(&bucket - buckets_.data()), ending_)) return true;
+  bucket.launched = 0;
+  return false;
+}
+
 // Which buckets were reduced by now, as far as this rank has seen: it looks when a bucket is launched and at the end.
 void Engine::note_reduced() {
   while (reduced_ < launched_ && stream_->query(buckets_[reduced_].reduced)) {
-    const Bucket& bucket = buckets_[reduced_];
-    trace_->record(TraceKind::kReduce, static_cast<int32_t>(reduced_), bucket.launch_ticks, ticks(),
-                   bucket.numel * size_of(bucket.dtype), iteration_);
-    if (bucket.unpacked_bytes > 0) unpack(bucket);
+    if (!take_) mark_reduced(reduced_);
     ++reduced_;
   }
 }
 
 // While backward still runs, if the bucket is reduced by then: its gradients were taken from their parameters when they
 // were packed, so nobody looks at the memory that is written here.
-void Engine::unpack(const Bucket& bucket) {
+void Engine::unpack(size_t index) {
+  const Bucket& bucket = buckets_[index];
   const uint64_t begin = ticks();
   for (int32_t parameter : bucket.parameters) {
     const Slot& slot = slots_[static_cast<size_t>(parameter)];
     if (slot.grad_dtype == slot.dtype) continue;
     codec_->unpack(slot.grad, slot.grad_dtype, slot.address, slot.dtype, slot.numel, 1.0);
   }
-  trace_->record(TraceKind::kUnpack, static_cast<int32_t>(reduced_), begin, ticks(), bucket.unpacked_bytes, iteration_);
+  trace_->record(TraceKind::kUnpack, static_cast<int32_t>(index), begin, ticks(), bucket.unpacked_bytes, iteration_);
 }
 
 std::vector<int32_t> Engine::missing() const {
@@ -240,9 +275,14 @@ std::vector<int32_t> Engine::missing() const {
   return result;
 }
 
-const Verdict& Engine::finish(const HeaderWords& words) {
-  GPUCOMM_ASSERT(mode_ == Mode::kReduce, "finish outside a backward");
+void Engine::launch_rest() {
+  GPUCOMM_ASSERT(mode_ == Mode::kReduce, "launch_rest outside a backward");
+  ending_ = true;
   launch_packed();
+}
+
+const Verdict& Engine::finish(const HeaderWords& words) {
+  launch_rest();
   GPUCOMM_ASSERT(launched_ == buckets_.size(), std::to_string(launched_) + " of " + std::to_string(buckets_.size()));
   start_header(words);
   const Event header = stream_->record();
@@ -296,7 +336,7 @@ void Engine::read_verdict() {
       std::memcpy(&used, bitmaps + w * sizeof used, sizeof used);
       std::memcpy(&second, bitmaps + (bitmap_words + w) * sizeof second, sizeof second);
       verdict_.used.words()[w] |= used;
-      verdict_.used_by_all.words()[w] &= used;
+      if (!(verdict_.ranks[r].flags & kJoined)) verdict_.used_by_all.words()[w] &= used;
       verdict_.second_round.words()[w] |= second;
     }
   }
@@ -306,7 +346,8 @@ void Engine::read_verdict() {
   verdict_.agreed = !verdict_.second_round.any();
   for (const HeaderWords& words : verdict_.ranks) {
     verdict_.agreed &= words.iteration == first.iteration && words.layout_hash == first.layout_hash &&
-                       words.backwards == first.backwards && words.forwards == first.forwards && words.failed == 0;
+                       words.backwards == first.backwards && words.forwards == first.forwards && words.flags == 0 &&
+                       words.nonfinite < 0;
   }
 }
 

@@ -12,6 +12,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <thread>
@@ -40,6 +41,9 @@ struct BucketSpec {
   std::vector<SlotSpec> slots;
 };
 
+// Takes over the reduction of a packed bucket. False: not now, ask again; `must`: at the end of backward it has to.
+using TakeBucket = std::function<bool(size_t bucket, bool must)>;
+
 class Engine {
  public:
   enum class Mode : uint8_t {
@@ -61,6 +65,13 @@ class Engine {
   // reduced. The memory stays the caller's, alive until the next call for this parameter or the next set_plan(). Only
   // between iterations.
   void unpack_to(int32_t parameter, void* grad, DType grad_dtype);
+
+  // From now on buckets are not reduced by the transport but given to `take`: whole, in plan order, undivided. What it
+  // makes of them has to be in their memory when the iteration ends; mark_reduced() notes it in the trace.
+  void hand_over_to(TakeBucket take);
+  void mark_reduced(size_t bucket);
+  // Keeps a bucket of the plan from being launched before the end of backward.
+  void hold_back(size_t bucket) { buckets_.at(bucket).held = true; }
 
   void arm_local() {
     mode_ = Mode::kLocal;
@@ -84,6 +95,13 @@ class Engine {
   // For a caller that has put the gradient where the program sees it (foreign layouts): packs it from there.
   void mark_packed(int32_t parameter);
 
+  // Whether mark_ready(), mark_packed() and complete() look for infinities and NaN in what they packed, while it is in
+  // cache and before a rank can reduce it: in the slot, as it will travel. Off until asked for; holds from the next
+  // gradient on.
+  void set_check_finite(bool check) { check_finite_ = check; }
+  // The lowest parameter index with such an element in this iteration, on this rank; -1: none was found.
+  int32_t nonfinite_parameter() const { return nonfinite_parameter_; }
+
   // The gradient cannot go through its slot (a second gradient after packing, no slot, another dtype): asks all ranks
   // for a second round on this parameter.
   void request_second_round(int32_t parameter);
@@ -91,6 +109,8 @@ class Engine {
   // Parameters with a slot that is not packed yet, ascending.
   std::vector<int32_t> missing() const;
 
+  // Launches what is left; finish() does it too.
+  void launch_rest();
   // Launches what is left, exchanges the header and waits for all of it. Blocks; throws CommTimeout, PeerFailed.
   // Afterwards the slots hold the reduced gradients on every rank, whatever the verdict.
   const Verdict& finish(const HeaderWords& words);
@@ -99,6 +119,7 @@ class Engine {
 
   Mode mode() const { return mode_; }
   void mark_used(int32_t parameter) { used_.set(static_cast<size_t>(parameter)); }
+  bool used(int32_t parameter) const { return used_.test(static_cast<size_t>(parameter)); }
   bool packed(int32_t parameter) const { return packed_[static_cast<size_t>(parameter)] != 0; }
   const Slot& slot(int32_t parameter) const { return slots_[static_cast<size_t>(parameter)]; }
   size_t parameter_count() const { return slots_.size(); }
@@ -119,12 +140,14 @@ class Engine {
  private:
   Bucket& bucket_of(const Slot& slot) { return buckets_[static_cast<size_t>(slot.bucket)]; }
   size_t piece_numel(const Bucket& bucket) const;
-  void pack_in_pieces(const Slot& slot, const void* grad, DType grad_dtype);
+  void pack_in_pieces(int32_t parameter, const void* grad, DType grad_dtype);
+  void check_finite(int32_t parameter, const void* packed, DType dtype, size_t numel);
   void count_down(int32_t parameter);
   void launch_packed();
   bool launch_next_piece(Bucket& bucket);
+  bool hand_over(Bucket& bucket);
   void note_reduced();
-  void unpack(const Bucket& bucket);
+  void unpack(size_t bucket);
   void note_wait(uint64_t begin_ticks, int32_t id, size_t bytes);
   void start_header(const HeaderWords& words);
   void read_verdict();
@@ -136,6 +159,8 @@ class Engine {
   double reduce_scale_ = 1.0;  // applied by the transport's reduction,
   double pack_scale_ = 1.0;    // or by pack where the transport cannot
   size_t piece_bytes_;
+  TakeBucket take_;
+  bool check_finite_ = false;
 
   Mode mode_ = Mode::kIdle;
   std::thread::id thread_;
@@ -144,7 +169,9 @@ class Engine {
   std::vector<Slot> slots_;
   std::vector<uint8_t> packed_;
   std::vector<int32_t> ready_order_;
+  int32_t nonfinite_parameter_ = -1;
   std::vector<Bucket> buckets_;
+  bool ending_ = false;  // all slots are packed
   size_t launched_ = 0;  // buckets launched as a whole in this iteration, in plan order
   size_t reduced_ = 0;   // of those, known to be complete
   int64_t wait_ticks_ = 0;

@@ -16,12 +16,18 @@ struct HeaderWords {
   uint64_t layout_hash;  // of the plan in force
   uint32_t backwards;    // since the last reduction, this one included
   uint32_t forwards;     // training forwards of the wrapper since the last reduction
-  uint32_t failed;       // this rank raised in this iteration
-  uint32_t reserved;     // 0
-  double weight;         // samples or tokens this rank's gradients stand for
+  uint32_t flags;        // below
+  int32_t nonfinite;     // the first parameter with a gradient that is not finite, -1: none, or not looked for
+  double weight;         // samples or tokens this rank's gradients stand for; 1 unless kWeighted or kJoined
   uint64_t wait_ns;      // spent waiting for peers in this iteration
 };
 static_assert(sizeof(HeaderWords) == 48);
+
+enum HeaderFlags : uint32_t {
+  kFailed = 1,    // this rank raised in this iteration
+  kJoined = 2,    // it has no more data and only keeps its peers company
+  kWeighted = 4,  // its weight was given by the program
+};
 
 // A set of parameter indices, 64 to a word.
 class Bitmap {
@@ -49,10 +55,11 @@ class Bitmap {
 struct Verdict {
   std::vector<HeaderWords> ranks;
   Bitmap used;           // on any rank
-  Bitmap used_by_all;    // on every rank
+  Bitmap used_by_all;    // on every rank that has not joined
   Bitmap second_round;   // on any rank
-  bool all_used = true;  // every parameter with a slot was used on every rank
-  bool agreed = true;  // iteration, layout_hash, backwards and forwards equal; nobody failed or asks for a second round
+  bool all_used = true;  // every parameter with a slot is in used_by_all
+  // The plain case: iteration, layout_hash, backwards and forwards equal, no flags, all finite, no second round.
+  bool agreed = true;
 
   explicit Verdict(size_t parameters) : used(parameters), used_by_all(parameters), second_round(parameters) {}
 };

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "core/types.h"
 
@@ -16,6 +17,8 @@ class Codec {
   virtual void pack(void* slot, DType slot_dtype, const void* grad, DType grad_dtype, size_t numel, double scale) = 0;
   virtual void unpack(void* grad, DType grad_dtype, const void* slot, DType slot_dtype, size_t numel, double scale) = 0;
   virtual void zero(void* slot, size_t bytes) = 0;
+  // Index of the first element of the slot that is infinite or NaN, -1 if there is none (integers: never).
+  virtual int64_t first_nonfinite(const void* slot, DType slot_dtype, size_t numel) = 0;
 };
 
 class CpuCodec final : public Codec {
@@ -23,6 +26,7 @@ class CpuCodec final : public Codec {
   void pack(void* slot, DType slot_dtype, const void* grad, DType grad_dtype, size_t numel, double scale) override;
   void unpack(void* grad, DType grad_dtype, const void* slot, DType slot_dtype, size_t numel, double scale) override;
   void zero(void* slot, size_t bytes) override;
+  int64_t first_nonfinite(const void* slot, DType slot_dtype, size_t numel) override;
 };
 
 }  // namespace gpucomm

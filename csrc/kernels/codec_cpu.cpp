@@ -37,4 +37,9 @@ void CpuCodec::zero(void* slot, size_t bytes) {
   if (bytes != 0) std::memset(slot, 0, bytes);
 }
 
+int64_t CpuCodec::first_nonfinite(const void* slot, DType slot_dtype, size_t numel) {
+  if (!is_floating(slot_dtype)) return -1;
+  return kernels().first_nonfinite[static_cast<int>(slot_dtype)](slot, numel);
+}
+
 }  // namespace gpucomm

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string_view>
 
 #include "core/types.h"
@@ -31,8 +32,8 @@ struct Kernels {
   std::string_view isa;  // "baseline", "avx2", "avx512"
   ReduceKernel reduce[kDTypeCount][kReduceOpCount];
   PackKernel pack[4][4];  // [dst dtype][src dtype], floating types
-  // True if every element is finite.
-  bool (*all_finite[4])(const void* src, size_t numel);
+  // Index of the first element that is infinite or NaN, -1 if there is none; floating types.
+  int64_t (*first_nonfinite[4])(const void* src, size_t numel);
 };
 
 // The best table this machine can run.

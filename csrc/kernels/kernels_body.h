@@ -1,6 +1,6 @@
-// The one source of the reduce, pack and all_finite kernels, compiled once for each instruction set: the including file
-// defines GPUCOMM_KERNEL_TABLE (the table to fill) and GPUCOMM_KERNEL_ISA (its name) and includes the half_rows_*.h of
-// its choice.
+// The one source of the reduce, pack and first_nonfinite kernels, compiled once for each instruction set: the including
+// file defines GPUCOMM_KERNEL_TABLE (the table to fill) and GPUCOMM_KERNEL_ISA (its name) and includes the
+// half_rows_*.h of its choice.
 //
 // [Note: one instruction set per file] Everything here has internal linkage and nothing calls an inline function or a
 // template of the standard library: the linker keeps one copy of such a function for the whole program, and that copy
@@ -313,19 +313,26 @@ void pack_same(void* dst, const void* src, size_t numel, double scale) {
   }
 }
 
-// Finite means that the exponent is not all ones.
-template <class Bits, Bits kExponent>
-bool all_finite(const void* src, size_t numel) {
+// Inf and NaN are the numbers whose exponent is all ones: without the sign, one unit in the exponent's last place
+// carries into the sign's place. A sum and no comparison, because not every instruction set compares 64 bits.
+template <class Bits, int kMantissaBits>
+int64_t first_nonfinite(const void* src, size_t numel) {
+  constexpr Bits kSign = static_cast<Bits>(Bits{1} << (8 * sizeof(Bits) - 1));
+  constexpr Bits kMagnitude = static_cast<Bits>(~kSign);
+  constexpr Bits kUnit = static_cast<Bits>(Bits{1} << kMantissaBits);
   const Bits* in = static_cast<const Bits*>(src);
   for (size_t begin = 0; begin < numel; begin += kBlockNumel) {
     const size_t end = numel - begin < kBlockNumel ? numel : begin + kBlockNumel;
     Bits found = 0;
     for (size_t i = begin; i < end; ++i) {
-      found = static_cast<Bits>(found | static_cast<Bits>((in[i] & kExponent) == kExponent));
+      found = static_cast<Bits>(found | static_cast<Bits>((in[i] & kMagnitude) + kUnit));
     }
-    if (found != 0) return false;
+    if ((found & kSign) == 0) continue;
+    size_t i = begin;
+    while ((((in[i] & kMagnitude) + kUnit) & kSign) == 0) ++i;
+    return static_cast<int64_t>(i);
   }
-  return true;
+  return -1;
 }
 
 }  // namespace
@@ -349,8 +356,8 @@ constexpr Kernels GPUCOMM_KERNEL_TABLE = {
      {pack<BFloat16, Float16>, pack_same<BFloat16>, pack<BFloat16, Float32>, pack<BFloat16, Float64>},
      {pack<Float32, Float16>, pack<Float32, BFloat16>, pack_same<Float32>, pack<Float32, Float64>},
      {pack<Float64, Float16>, pack<Float64, BFloat16>, pack<Float64, Float32>, pack_same<Float64>}},
-    {all_finite<uint16_t, 0x7c00>, all_finite<uint16_t, 0x7f80>, all_finite<uint32_t, 0x7f800000>,
-     all_finite<uint64_t, 0x7ff0000000000000>},
+    {first_nonfinite<uint16_t, 10>, first_nonfinite<uint16_t, 7>, first_nonfinite<uint32_t, 23>,
+     first_nonfinite<uint64_t, 52>},
 };
 
 }  // namespace gpucomm

@@ -1,26 +1,30 @@
 """DistributedDataParallel: torch's surface over our reducer."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gpucomm import _core
 from gpucomm.communicator import Communicator
+from gpucomm.ddp.comm_hooks import CAPS as HOOK_CAPS
+from gpucomm.ddp.comm_hooks import builtin_hook, check_hook
+from gpucomm.ddp.join import DdpJoinHook, meet_in_forward
 from gpucomm.ddp.mesh import check_placement, group_of
 from gpucomm.ddp.replicas import broadcast_tensors, check_same_model
 from gpucomm.reduction.buckets import MIB, BucketPlan, ParameterSpec
 from gpucomm.reduction.parameters import ParameterTable
 from gpucomm.reduction.reducer import Reducer
-from gpucomm.reduction.wire import narrow_wire
+from gpucomm.reduction.wire import narrow_wire, refuse_beside_hooks
 from gpucomm.trace import TraceEvent, read_trace
 from gpucomm.transport import Transport
-from gpucomm.world import Settings, World, withdrawing
+from gpucomm.world import Settings, World, nonfinite_policy, withdrawing
 
 # What stock reports as its default; our own plan has buckets of another size.
 _STOCK_CAP_MIB = 25
@@ -45,6 +49,9 @@ class DistributedDataParallel(TorchDDP):
             itself), "shm", "c10d", "loopback" (this process stands for all ranks), or a gpucomm Transport.
         plan: a BucketPlan to use in place of one made from the order in which gradients become ready.
         timeout: timedelta or seconds a wait for a peer lasts before CommTimeout; default: the process group's.
+        nonfinite: what becomes of an iteration with a gradient that is infinite or not a number: "pass" (nothing),
+            "raise" (NonFinite on every rank, naming the first rank and parameter), or "skip" (on every rank, optimizers
+            leave the parameters alone; .grad stays as it is, so that a GradScaler lowers its scale); default: pass.
         wire_dtype: torch.bfloat16 or torch.float16: fp32 gradients travel as that, `.grad` is fp32 again. Each rank's
             gradient is rounded once, and the mean once; they are divided by the number of ranks before they are added,
             in fp32. A gradient beyond the range of float16 (65,504) becomes infinite on every rank, in `.grad` too.
@@ -86,6 +93,7 @@ class DistributedDataParallel(TorchDDP):
         transport: str | Transport = "auto",
         plan: BucketPlan | None = None,
         timeout: timedelta | float | None = None,
+        nonfinite: str | None = None,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
         torch.nn.Module.__init__(self)
@@ -99,9 +107,10 @@ class DistributedDataParallel(TorchDDP):
                 mixed_precision=mixed_precision,
                 skip_all_reduce_unused_params=skip_all_reduce_unused_params or None,
             )
-            caps = _bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
+            self._caps = caps = _bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
             wire = narrow_wire(wire_dtype if wire_dtype is not None else Settings.from_environment().wire_dtype)
             world = World.of(group, timeout, transport, str(wire))
+            nonfinite = nonfinite_policy(nonfinite)
             self.process_group = world.group
             self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
             table = ParameterTable(module, self.parameters_to_ignore)
@@ -152,6 +161,8 @@ class DistributedDataParallel(TorchDDP):
             core_transport,
             caps if caps is not None else _OWN_CAPS.get(core_transport.name(), _SOCKET_CAPS),
             piece_bytes=_PIECE_BYTES.get(core_transport.name(), 0),
+            timeout_s=world.timeout_s,
+            nonfinite=nonfinite,
             allow_unused=find_unused_parameters,
             static_graph=static_graph,
             plan=plan,
@@ -171,9 +182,17 @@ class DistributedDataParallel(TorchDDP):
         if torch.is_grad_enabled():
             self.reducer.before_forward()
         # Not in an evaluation under no_grad, which one rank may well run alone.
-        if (torch.is_grad_enabled() or self.training) and self.will_sync_module_buffers():
-            self.sync_buffers()
+        if torch.is_grad_enabled() or self.training:
+            self._meet_peers()
         return inputs, kwargs
+
+    def _meet_peers(self) -> None:
+        Join.notify_join_context(self)
+        source: int | None = 0 if self.will_sync_module_buffers() else None
+        if self._join_config.enable:
+            source, _ = meet_in_forward(self, joined=False)
+        if source is not None:
+            self.sync_buffers(source)
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self._inside_ddp_forward():
@@ -201,10 +220,13 @@ class DistributedDataParallel(TorchDDP):
     def will_sync_module_buffers(self) -> bool:
         return self.require_forward_param_sync and self.forward_sync_buffers and len(self.modules_buffers) > 0
 
-    def sync_buffers(self) -> None:
-        """Gives every rank rank 0's buffers; collective. Training forwards do it by themselves."""
+    def sync_buffers(self, source: int = 0) -> None:
+        """Gives every rank the buffers of rank `source` of the group; collective. Training forwards do it too."""
         self._assign_modules_buffers()  # a program may put a new tensor in a buffer's place
-        broadcast_tensors(self.modules_buffers, self._comm)
+        self._sync_module_buffers(source)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        broadcast_tensors(self.modules_buffers, self._comm, authoritative_rank)
 
     def _sync_buffers(self) -> None:
         self.sync_buffers()
@@ -220,22 +242,54 @@ class DistributedDataParallel(TorchDDP):
         """The name of the transport in use."""
         return self._comm.transport
 
-    # ---- not served yet
+    # ---- communication hooks
 
-    def join(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("join is not served yet")
+    def register_comm_hook(self, state: object, hook: Callable) -> None:
+        """Has each bucket reduced by hook(state, bucket), as torch's class does; collective, before backward.
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        raise NotImplementedError("join_hook is not served yet")
-
-    def register_comm_hook(self, state: object, hook: Any) -> None:
-        raise NotImplementedError("register_comm_hook is not served yet")
+        bucket: torch's GradBucket, or what has its methods; the gradients in it are this rank's, undivided. The hook
+        returns a torch Future of a tensor of the bucket's size, which becomes the gradients. A further hook gets, after
+        backward, what those before it made of a bucket. Gradients without a slot in a bucket (in the iteration in which
+        a parameter is unfrozen or replaced, sparse ones) are averaged without the hook. RuntimeError beside wire_dtype.
+        """
+        check_hook(hook)
+        refuse_beside_hooks(self.reducer.slots.wire)
+        caps = self._caps if self._caps is not None else HOOK_CAPS
+        self.reducer.add_comm_hook(state, hook, caps, self.process_group)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        raise NotImplementedError("_register_builtin_comm_hook is not served yet")
+        if (hook := builtin_hook(comm_hook_type)) is not None:
+            self.register_comm_hook(self.process_group, hook)
 
-    def _register_fused_optim(self, optim: Any, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        raise NotImplementedError("_register_fused_optim is not served yet")
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        """Has an optimizer made that steps a bucket's parameters as soon as it is reduced, as torch's class does."""
+        # Lazily: it compiles TorchScript when it is imported.
+        from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
+
+        overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
+        try:
+            overlapped.register_ddp(self)
+        except NotImplementedError as error:
+            raise RuntimeError(f"{optim} does not support overlapped DDP: torch has no functional one") from error
+
+    # ---- means
+
+    @contextmanager
+    def weight(self, count: float) -> Iterator[None]:
+        """Around forward and backward of a micro-batch: its loss is a sum over `count` samples or tokens.
+
+        The gradients of the iteration become the sum over all micro-batches of all ranks, divided by the sum of their
+        counts: those of one process on everything together, however uneven the ranks' shares. All ranks give weights in
+        an iteration or none does, else it raises StepFailed. count: a number of 0 or more, or a tensor of one element.
+        """
+        self.reducer.weight.add(count)
+        yield
+
+    # ---- not served yet
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's Join context; takes divide_by_initial_world_size, see join()."""
+        return DdpJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
 
     def _register_buffer_comm_hook(self, state: Any, hook: Any, comm_hook_location: Any = None) -> None:
         raise NotImplementedError("_register_buffer_comm_hook is not served yet")

@@ -18,7 +18,6 @@ MIB = 1 << 20
 SLOT_ALIGNMENT = 16
 # Buckets of a memory block start at multiples of a page.
 _BUCKET_ALIGNMENT = 4096
-_UNPACKED_ALIGNMENT = 64
 _AS_THEY_ARE = Wire()
 
 
@@ -95,11 +94,18 @@ class BucketPlan:
     buckets: tuple[Bucket, ...]
 
     @classmethod
-    def build(cls, specs: Sequence[ParameterSpec], order: Iterable[int], caps: Sequence[int]) -> "BucketPlan":
+    def build(
+        cls,
+        specs: Sequence[ParameterSpec],
+        order: Iterable[int],
+        caps: Sequence[int],
+        alignment: int = SLOT_ALIGNMENT,
+    ) -> "BucketPlan":
         """Fills buckets, one open for each dtype, with parameters in the given order; a full one is closed.
 
         The n-th bucket of a dtype is full once it holds at least caps[n] bytes of gradients (the last cap repeats), so
-        a parameter larger than the cap closes one. Parameters without elements get a slot of size 0.
+        a parameter larger than the cap closes one. Parameters without elements get a slot of size 0. alignment: slots
+        start at multiples of so many elements.
         """
         closed: list[Bucket] = []
         opened: dict[torch.dtype, list[int]] = {}
@@ -111,17 +117,17 @@ class BucketPlan:
             for parameter in opened.pop(dtype):
                 numel = specs[parameter].numel
                 slots.append(Slot(parameter, end, numel))
-                end += -(-numel // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-            closed.append(Bucket(str(dtype).removeprefix("torch."), end, tuple(slots)))
+                end += -(-numel // alignment) * alignment
+            closed.append(Bucket(str(specs[slots[0].parameter].dtype).removeprefix("torch."), end, tuple(slots)))
             count[dtype] = count.get(dtype, 0) + 1
             nbytes[dtype] = 0
 
         for parameter in order:
             spec = specs[parameter]
-            opened.setdefault(spec.dtype, []).append(parameter)
-            nbytes[spec.dtype] = nbytes.get(spec.dtype, 0) + spec.nbytes
-            if nbytes[spec.dtype] >= caps[min(count.get(spec.dtype, 0), len(caps) - 1)]:
-                close(spec.dtype)
+            opened.setdefault(spec.tensor_dtype, []).append(parameter)
+            nbytes[spec.tensor_dtype] = nbytes.get(spec.tensor_dtype, 0) + spec.nbytes
+            if nbytes[spec.tensor_dtype] >= caps[min(count.get(spec.tensor_dtype, 0), len(caps) - 1)]:
+                close(spec.tensor_dtype)
         for dtype in list(opened):
             close(dtype)
         return cls(tuple(closed))
@@ -212,35 +218,44 @@ class BucketMemory:
     def __init__(self, bucket: Bucket, memory: _core.Memory, specs: Sequence[ParameterSpec]) -> None:
         self.memory = memory
         self.flat = flat_tensor(memory, getattr(torch, bucket.dtype), bucket.numel)
-        storage = self.flat.untyped_storage()
         self.unpacked = [slot.parameter for slot in bucket.slots if specs[slot.parameter].wire_dtype is not None]
         apart = set(self.unpacked)
         self.views = {
-            slot.parameter: specs[slot.parameter].view(storage, slot.offset)
+            slot.parameter: specs[slot.parameter].view(self.flat.untyped_storage(), slot.offset)
             for slot in bucket.slots
             if slot.parameter not in apart
         }
         self.in_slots = bool(self.views)
-        self._storages = [storage]
-        if self.unpacked:
-            self._add_unpacked(specs)
+        self._unpacked_flats: list[torch.Tensor] = []
+        for dtype in sorted({specs[parameter].tensor_dtype for parameter in self.unpacked}, key=str):
+            self._add_unpacked(dtype, specs)
+        self._storages = [flat.untyped_storage() for flat in (self.flat, *self._unpacked_flats)]
         self.count_uses()
 
-    def _add_unpacked(self, specs: Sequence[ParameterSpec]) -> None:
+    def _add_unpacked(self, dtype: torch.dtype, specs: Sequence[ParameterSpec]) -> None:
+        members = [parameter for parameter in self.unpacked if specs[parameter].tensor_dtype == dtype]
         starts, end = [], 0
-        for parameter in self.unpacked:
+        for parameter in members:
             starts.append(end)
-            nbytes = specs[parameter].numel * specs[parameter].tensor_dtype.itemsize
-            end += -(-nbytes // _UNPACKED_ALIGNMENT) * _UNPACKED_ALIGNMENT
-        storage = torch.empty(end, dtype=torch.uint8).untyped_storage()
-        for parameter, start in zip(self.unpacked, starts, strict=True):
-            spec = specs[parameter]
-            self.views[parameter] = spec.view(storage, start // spec.tensor_dtype.itemsize)
-        self._storages.append(storage)
+            end += -(-specs[parameter].numel // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        flat = torch.empty(end, dtype=dtype)
+        for parameter, start in zip(members, starts, strict=True):
+            self.views[parameter] = specs[parameter].view(flat.untyped_storage(), start)
+        self._unpacked_flats.append(flat)
+
+    def scale(self, factor: float) -> None:
+        """Multiplies the gradients, where they lie."""
+        for flat in (self.flat, *self._unpacked_flats):
+            if flat.is_floating_point():
+                flat.mul_(factor)
 
     def count_uses(self) -> None:
         """All tensors that lie in this memory now are ours."""
         self._uses = [_use_count(storage._cdata) for storage in self._storages]
+
+    def flat_as(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of it as elements of a slot's tensor dtype: pairs of real numbers as complex ones."""
+        return torch.view_as_complex(self.flat.view(-1, 2)) if dtype.is_complex else self.flat
 
     def aliased(self) -> bool:
         """True if a tensor besides ours lies in this memory: somebody keeps (part of) a gradient."""

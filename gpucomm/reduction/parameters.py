@@ -24,13 +24,20 @@ class ParameterTable:
         named = [(name, p) for name, p in module.named_parameters() if name not in ignored]
         self.names = [name for name, _ in named]
         self.params: list[nn.Parameter] = [param for _, param in named]
-        self.on_replace: Callable[[int, nn.Parameter], None] | None = None
         self._module = module
+        self.sparse = self._find_sparse()
+        self.on_replace: Callable[[int, nn.Parameter], None] | None = None
         self._ignored = frozenset(ignored)
         self._changed = False
         self._place_of: dict[int, tuple[nn.Module, str]] = {}
         self._find_places()
         _watched.add(self)
+
+    def _find_sparse(self) -> frozenset[int]:
+        """Indices of the parameters that an embedding was made to give sparse gradients."""
+        tables = (m for m in self._module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse)
+        weights = {id(table.weight) for table in tables}
+        return frozenset(index for index, param in enumerate(self.params) if id(param) in weights)
 
     def _find_places(self) -> None:
         """Under which modules and names each object is registered; modules are held, so that their ids stay theirs."""

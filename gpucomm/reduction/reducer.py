@@ -4,26 +4,40 @@
     ready     gradient after gradient: packed by the hook in C; here only what is not the plain case
     finish    outermost end of backward: slots without a gradient, the ranks' verdict, a second round, views into .grad
 
+The other stages have files of their own: comm_hooks.py what may take the transport's place, weights.py and verdict.py
+the mean that the ranks agree on, finite.py what is not finite.
+
 Every parameter, frozen ones too, has an index from construction on. Whatever concerns more than this rank is decided
 from the verdict, which is the same on all of them.
 """
 
 import _thread
 import contextlib
+import json
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import get_ident
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
 from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.errors import CommError, CommTimeout, PeerFailed, StepFailed, text_of
 from gpucomm.reduction.backward import BackwardEnd, queue_at_outermost_end, starts_on_this_thread
 from gpucomm.reduction.buckets import BucketMemory, BucketPlan
+from gpucomm.reduction.comm_hooks import (
+    CommHooks,
+    Hook,
+    HookNotes,
+    PeerHookRaised,
+    collectives_issued,
+    first_uneven_group,
+)
+from gpucomm.reduction.finite import FiniteCheck
 from gpucomm.reduction.hooks import Hooks
 from gpucomm.reduction.local import local_grad, placed_like
 from gpucomm.reduction.parameters import ParameterTable
@@ -31,6 +45,8 @@ from gpucomm.reduction.second_round import SecondRound
 from gpucomm.reduction.sharing import claim, enlist
 from gpucomm.reduction.slots import Slots
 from gpucomm.reduction.usage import Usage
+from gpucomm.reduction.verdict import check_loops, differing_forwards, mean_factor
+from gpucomm.reduction.weights import Weight
 from gpucomm.reduction.wire import Wire
 from gpucomm.transport import Transport
 
@@ -39,8 +55,9 @@ class Reducer:
     """Owns the engine, the slots and the hooks of the parameters of one wrapper.
 
     table: all parameters of the module, the same on every rank. caps, plan: see Slots.
+    timeout_s: for waits that are not the transport's.
     piece_bytes: buckets are packed and reduced in pieces of this size, 0: each as a whole.
-    allow_unused, static_graph: see Usage. wire: how gradients travel, see Wire.
+    allow_unused, static_graph: see Usage. nonfinite: see FiniteCheck. wire: how gradients travel, see Wire.
     comm: brings the transport; collectives of the wrapper and of the engine come in one order on its stream.
     """
 
@@ -53,23 +70,33 @@ class Reducer:
         caps: Sequence[int],
         *,
         piece_bytes: int,
+        timeout_s: float,
         allow_unused: bool,
         static_graph: bool,
+        nonfinite: str = "pass",
         plan: BucketPlan | None = None,
         wire: Wire | None = None,
     ) -> None:
         self.table = table
         self.params = table.params
+        self._timeout_s = timeout_s
         self.names = table.names
         self.comm = comm
         self.transport = transport
         self.trace = _core.Trace()
         self.engine = _core.Engine(transport, stream, self.trace, len(self.params), piece_bytes=piece_bytes)
-        self.slots = Slots(self.params, self.engine, transport, caps, plan, wire or Wire())
+        self.slots = Slots(self.params, self.engine, transport, caps, plan, wire or Wire(), table.sparse)
         self.sync_requested: Callable[[], bool] = lambda: True
 
+        self.weight = Weight()
+        self.finite = FiniteCheck(nonfinite, self.names, self.engine)
+        self.comm_hooks: CommHooks | None = None
+        self.joined = False  # keeps its peers company, without data of its own
+        self.mean_of_active = False  # ranks that have joined do not count in the mean
         self._usage = Usage(self.names, allow_unused=allow_unused, static_graph=static_graph)
         self._second_round = SecondRound()
+        self._slotless_means: dict[int, torch.Tensor] = {}  # of the second round, for parameters without a fitting slot
+        self._sparse_means: dict[int, torch.Tensor] = {}
         self._kept: dict[int, torch.Tensor] = {}  # .grad of parameters that nobody may have used this time
         self._backwards = 0  # since the last reduction, local ones too
         self._forwards = 0  # training forwards of the wrapper since then
@@ -80,7 +107,8 @@ class Reducer:
         self._end: Callable[[], BackwardEnd | None] = lambda: None  # of the backward that is under way
         self._started_on: int | None = None  # the thread whose program called backward, as far as seen
         self._arming = False
-        self._disturbed = False  # another thread's backward came into this one
+        self._fault: Exception | None = None  # for which this iteration fails, though backward may come to its end
+        self._spoiled = False  # the last iteration failed: what is left in .grad is not to be applied
         self._pid = os.getpid()
         self._failure: BaseException | None = None  # communication is broken for good
         self._warnings: list[str] = []  # given once the iteration is complete
@@ -152,9 +180,7 @@ class Reducer:
                 "place in the group; use the module of the wrapper in it, copied, or no_sync()"
             )
         if reduce:
-            if self.slots.apply_next():
-                self._hooks.set_layouts(self.slots.views, self.slots.wire)
-            self.slots.free()
+            self._ready_slots()
         self._started_on = get_ident() if starts_on_this_thread() else None
         end = BackwardEnd(self._on_backward_end, self._on_backward_aborted)
         self._end = weakref.ref(end)
@@ -164,6 +190,13 @@ class Reducer:
             self.engine.arm()
         else:
             self.engine.arm_local()
+
+    def _ready_slots(self) -> None:
+        if self.slots.apply_next():
+            self._hooks.set_layouts(self.slots.views, self.slots.wire)
+        self.slots.free()
+        if self.comm_hooks is not None:
+            self.comm_hooks.hold_back()
 
     def _on_moved_gradient(self) -> None:
         """A gradient on another thread than those before it: autograd may go on there, or it is another backward."""
@@ -176,8 +209,8 @@ class Reducer:
 
     def _refuse_second_backward(self) -> NoReturn:
         """Its gradients may have been added to what the first one reduces, so that one fails too: on every rank."""
-        self._disturbed = True
-        raise RuntimeError(_TWO_BACKWARDS_TEXT)
+        self._fault = RuntimeError(_TWO_BACKWARDS_TEXT)
+        raise self._fault
 
     # ---- ready
 
@@ -200,8 +233,6 @@ class Reducer:
         engine = self.engine
         if engine.mode != _core.Mode.REDUCE or (grad := local_grad(param)) is None:
             return  # not ours to reduce, or undefined: the parameter was not used
-        if grad.layout != torch.strided:
-            raise NotImplementedError(f"parameter '{self.names[index]}' has a {grad.layout} gradient")
         is_last, view = self._hooks.comes_last(index), self.slots.fitting_view(index, grad)
         if view is not None and not engine.packed(index):
             if not is_last:
@@ -209,6 +240,12 @@ class Reducer:
                 return
             view.copy_(grad)  # another layout in memory, or hooks of the program came before
             engine.mark_packed(index)
+        elif view is not None and self.comm_hooks is not None:
+            if not self.comm_hooks.add_late(index, grad):
+                self._fault = RuntimeError(
+                    f"parameter '{self.names[index]}' got a second gradient in one backward after the communication "
+                    "hook had taken its first; from the next iteration on its bucket waits for the end of backward"
+                )
         else:
             # A second gradient after packing, or one without a fitting slot: linear, so exact when added afterwards.
             self._second_round.add(index, grad)
@@ -221,28 +258,19 @@ class Reducer:
     def _on_backward_end(self) -> None:
         if self.engine.mode == _core.Mode.LOCAL:
             self.engine.disarm()
-            disturbed, self._disturbed = self._disturbed, False
-            if disturbed:
-                raise RuntimeError(_TWO_BACKWARDS_TEXT)
+            fault, self._fault = self._fault, None
+            if fault is not None:
+                raise fault
             if self._owes_reduction:
                 self._reduce_next = None  # a forward of those before was to be reduced: its backward is still to come
             self._give_warnings()
             return
         try:
-            self._complete_missing()
-            verdict = self._finish_engine(failed=self._disturbed)
-            if not verdict.agreed:
-                self._resolve(verdict)
-            if not verdict.all_used or self._usage.static_graph:
-                planned = [i for i in self.plan.parameters if self.slots.specs[i].numel > 0]
-                self._usage.check(verdict, planned, self.params, self.comm)
-            _core.install_views(self.engine, verdict, self.params, self.slots.grads)
-            for index, grad in self._kept.items():
-                if not verdict.is_used(index):
-                    self.slots.view(index).copy_(grad)
-            if not self.slots.is_final and self.slots.next_plan is None:
-                self.slots.plan_ready_order(self.comm)
+            if not self.joined:
+                self._complete_missing()
+            self._finish()
         except StepFailed:
+            self._spoiled = True
             raise
         except BaseException as error:
             self._break(error)
@@ -250,6 +278,48 @@ class Reducer:
         finally:
             self._reset()
         self._give_warnings()
+
+    def _finish(self) -> None:
+        verdict = self._reduce(failed=self._fault is not None)
+        factor = 1.0 if verdict.agreed else self._agree(verdict)
+        if self.comm_hooks is not None and not self._shares_group:
+            self.comm_hooks.finish()
+        if second := verdict.second_round():
+            self._second_round.run(self, second)
+            self.slots.plan_for(second, self._sparse_means)
+        if factor != 1.0:
+            self._scale(factor)
+        # With communication hooks the ranks may each have something else.
+        means = iter(()) if self.comm_hooks is not None else self._means(verdict)
+        self.finite.judge(verdict, means, self.transport.global_rank)
+        if not verdict.all_used or self._usage.static_graph:
+            planned = [i for i in self.plan.parameters if self.slots.specs[i].numel > 0]
+            self._usage.check(verdict, planned, self.params, self.comm)
+        if not self.joined:
+            self._unpack(verdict)
+        if not self.slots.is_final and self.slots.next_plan is None:
+            self.slots.plan_ready_order(self.comm)
+        self._spoiled = False
+
+    def _scale(self, factor: float) -> None:
+        for memory in self.slots.memories:
+            memory.scale(factor)
+        for mean in (*self._slotless_means.values(), *self._sparse_means.values()):
+            mean.mul_(factor)
+
+    def _means(self, verdict: _core.Verdict) -> Iterator[tuple[int, torch.Tensor]]:
+        yield from ((i, self.slots.view(i)) for i in self.plan.parameters if verdict.is_used(i))
+        yield from self._slotless_means.items()
+        yield from ((i, mean._values()) for i, mean in self._sparse_means.items())
+
+    def _unpack(self, verdict: _core.Verdict) -> None:
+        """Gives every parameter that was used on some rank its mean as `.grad`."""
+        _core.install_views(self.engine, verdict, self.params, self.slots.grads)
+        for index, grad in self._kept.items():
+            if not verdict.is_used(index):
+                self.slots.view(index).copy_(grad)
+        for index, mean in (*self._slotless_means.items(), *self._sparse_means.items()):
+            self.params[index].grad = placed_like(self.params[index], mean)
 
     def _give_warnings(self) -> None:
         """What this backward gave cause for. The last thing it does: where warnings are errors, this raises."""
@@ -277,10 +347,43 @@ class Reducer:
             else:
                 view.copy_(grad)
             self.engine.complete(index, view)
+        for index, param in enumerate(self.params):
+            slotless = self.slots.views[index] is None and self.engine.used(index)
+            if slotless and not self._second_round.has(index) and (grad := local_grad(param)) is not None:
+                # Accumulated under no_sync, and nothing came this time.
+                self._second_round.add(index, grad)
+                self.engine.request_second_round(index)
+                param.grad = None
 
-    def _finish_engine(self, failed: bool) -> _core.Verdict:
+    def _reduce(self, failed: bool) -> _core.Verdict:
+        """Launches what is left, exchanges the headers and waits; for communication hooks only if _shares_group."""
+        if self.comm_hooks is not None:
+            try:
+                self.engine.launch_rest()
+                if self._shares_group:
+                    self.comm_hooks.finish()
+            except Exception as error:
+                if self._shares_group:
+                    raise CommError(f"a communication hook raised: {text_of(error)}") from error
+                if not isinstance(error, PeerHookRaised):
+                    self._fault, failed = error, True
+        return self._exchange_headers(failed)
+
+    @property
+    def _shares_group(self) -> bool:
+        """Whether communication hooks may use the group that the transport uses: never both at a time."""
+        return isinstance(self.transport, Transport)
+
+    def _exchange_headers(self, failed: bool) -> _core.Verdict:
         try:
-            return self.engine.finish(backwards=self._backwards, forwards=self._forwards, failed=failed, weight=1.0)
+            return self.engine.finish(
+                backwards=self._backwards,
+                forwards=self._forwards,
+                failed=failed,
+                joined=self.joined,
+                weight=self.weight.total,
+                nonfinite=self.engine.nonfinite_parameter,
+            )
         except (CommTimeout, PeerFailed) as error:
             if (bucket := self.engine.reduced) == len(self.plan.buckets):
                 raise
@@ -290,62 +393,71 @@ class Reducer:
                 raise PeerFailed(text, error.rank, error.reason) from error
             raise CommTimeout(text, error.missing, bucket, names) from error
 
-    def _resolve(self, verdict: _core.Verdict) -> None:
-        """The ranks are not all in the plain case. Raises the same on every rank, or makes the gradients complete."""
-        ranks = verdict.ranks
-        name = self.transport.global_rank
-        if any(words.failed for words in ranks):
-            texts = self.comm.all_gather_bytes(_TWO_BACKWARDS_TEXT.encode() if self._disturbed else b"")
+    def _agree(self, verdict: _core.Verdict) -> float:
+        """The ranks are not all in the plain case. Raises the same on every rank; else the factor of the mean."""
+        name_of = self.transport.global_rank
+        if any(words.failed for words in verdict.ranks):
+            texts = self._share_failure("" if self._fault is None else text_of(self._fault))
             raised = [
-                f"rank {name(r)}: {text.decode() or 'raised in backward'}"
-                for r, (words, text) in enumerate(zip(ranks, texts, strict=True))
+                f"rank {name_of(r)}: {text or 'raised in backward'}"
+                for r, (words, text) in enumerate(zip(verdict.ranks, texts, strict=True))
                 if words.failed
             ]
-            raise StepFailed(f"iteration {self.engine.iteration} failed on {'; '.join(raised)}")
-        for what in ("iteration", "layout_hash", "backwards"):
-            values = [getattr(words, what) for words in ranks]
-            if len(set(values)) > 1:
-                per_rank = ", ".join(f"{value} on rank {name(r)}" for r, value in enumerate(values))
-                raise StepFailed(f"the training loops of the ranks diverged: {_MEANING[what]} is {per_rank}")
-        forwards = [words.forwards for words in ranks]
-        if len(set(forwards)) > 1 and not self._warned_forwards:
+            raise StepFailed(f"iteration {self.engine.iteration} failed on {'; '.join(raised)}") from self._fault
+        check_loops(verdict, name_of)
+        per_rank = differing_forwards(verdict, name_of)
+        if per_rank is not None and not self._warned_forwards:
             self._warned_forwards = True
-            per_rank = ", ".join(f"{count} on rank {name(r)}" for r, count in enumerate(forwards))
             self._warnings.append(
                 f"training forwards since the last reduction differ between ranks: {per_rank}. Gradients are right; "
                 "check that every rank runs the same loop."
             )
-        indices = verdict.second_round()
-        if indices:
-            self._second_round.run(self, indices)
-            self.slots.plan_for(indices)
+        return mean_factor(verdict, self.mean_of_active, name_of)
+
+    def _share_failure(self, text: str) -> list[str]:
+        """What each rank says of an iteration that failed; collective. Communication hooks in flight are waited for.
+
+        Raises CommError if a hook raised on some ranks and not on others, with collectives that nobody answers.
+        """
+        hooks = self.comm_hooks
+        mine = {"text": text, "issued": collectives_issued() if hooks is not None and not self._shares_group else {}}
+        everybody = [json.loads(words) for words in self.comm.all_gather_bytes(json.dumps(mine).encode())]
+        texts = [words["text"] for words in everybody]
+        if (group := first_uneven_group([words["issued"] for words in everybody])) is not None:
+            raise CommError(
+                f"a communication hook raised on some ranks only ({'; '.join(filter(None, texts))}) and left "
+                f"collectives of process group {group} that are not answered: make the group and the wrapper anew"
+            )
+        if hooks is not None and not self._shares_group:
+            hooks.drain()
+        return texts
 
     def add_mean(self, index: int, mean: torch.Tensor) -> None:
         """The second round's mean of a parameter: added to its slot, or its gradient where no slot fits."""
-        if (view := self.slots.fitting_view(index, mean)) is not None:
+        if mean.layout != torch.strided:
+            self._sparse_means[index] = mean
+        elif (view := self.slots.fitting_view(index, mean)) is not None:
             view.add_(mean)
-        elif self.slots.views[index] is not None:
-            # Installed in place of the slot's view, which holds zeros of another kind.
-            self.slots.substitute(index, mean.clone())
         else:
-            self.params[index].grad = placed_like(self.params[index], mean.clone())
+            self._slotless_means[index] = mean.clone()
 
     def _on_backward_aborted(self, find_text: Callable[[], str]) -> None:
         """Backward raised on this rank: keep the peers company to the end of the iteration and tell them."""
         if self.engine.mode != _core.Mode.REDUCE:
             self.engine.disarm()
-            self._disturbed = False
+            self._fault = None
             return
+        self._spoiled = True
         try:
             self._raise_failure()
             for index in self.engine.missing():
                 self.engine.complete(index, None)
-            self._finish_engine(failed=True)
+            self._reduce(failed=True)
             try:
                 text = find_text()
             except Exception:  # peers wait for what follows
                 text = ""
-            self.comm.all_gather_bytes(text.encode(errors="replace"))
+            self._share_failure(text)
         except BaseException as error:  # nobody to raise to: it is raised by whatever comes next
             self._break(error)
             if isinstance(error, KeyboardInterrupt):
@@ -356,8 +468,13 @@ class Reducer:
     def _reset(self) -> None:
         self.engine.disarm()
         self._second_round.clear()
+        self._slotless_means.clear()
+        self._sparse_means.clear()
         self._kept.clear()
-        self._disturbed = False
+        self._fault = None
+        self.weight.clear()
+        if self.comm_hooks is not None:
+            self.comm_hooks.reset()
         self._backwards = self._forwards = 0
         self._reduce_next = None
         self._owes_reduction = False
@@ -368,7 +485,7 @@ class Reducer:
         if self._failure is None:
             self._failure = error
             # A process group may still have an operation on the buckets under way, and no way to call it back.
-            if isinstance(self.transport, Transport):
+            if isinstance(self.transport, Transport) or self.comm_hooks is not None:
                 _abandoned.extend(self.slots.memories)
             with contextlib.suppress(Exception):  # of a transport in Python: the failure that led here counts
                 self.transport.abort(text_of(error))
@@ -381,13 +498,44 @@ class Reducer:
 
     def check_before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before any optimizer steps: it must not apply gradients of an iteration that is not complete."""
-        if self.engine.mode != _core.Mode.REDUCE and self._failure is None:
+        unfinished = self.engine.mode == _core.Mode.REDUCE and self.comm_hooks is None  # hooks may step optimizers
+        if not (unfinished or self._failure or self._spoiled or self.finite.skipping):
             return
         self._notice_abandoned_backward()
-        mine = set(map(id, self.params))
-        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        indices = {id(p): i for i, p in enumerate(self.params)}
+        mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in indices]
+        if not mine:
+            return
+        if unfinished or self._failure:
             self._raise_failure()
             raise RuntimeError("optimizer.step() before the gradients are reduced: inside backward, or after it raised")
+        if self.finite.skipping:
+            for param in mine:
+                param.grad = None
+        elif left := [p for p in mine if p.grad is not None]:
+            raise RuntimeError(
+                f"optimizer.step() after an iteration that failed: parameter '{self.names[indices[id(left[0])]]}' has "
+                "a gradient of this rank alone; call zero_grad() and repeat the iteration"
+            )
+
+    def keep_company(self) -> None:
+        """One iteration of a rank that has joined: reduces zeros with its peers, and leaves `.grad` alone."""
+        self._raise_failure()
+        self._ready_slots()
+        self.engine.arm()
+        for index in self.engine.missing():
+            self.engine.complete(index, None)
+        self._on_backward_end()
+
+    def add_comm_hook(self, state: object, hook: Hook, caps: Sequence[int], group: dist.ProcessGroup) -> None:
+        """Has buckets reduced by the hook; a further one gets what those before made of them. Collective, between
+        iterations. caps: of the buckets that hooks get."""
+        if self.comm_hooks is None:
+            notes = HookNotes(group)
+            self.comm_hooks = CommHooks(self.slots, self.params, self.engine, notes, self._timeout_s)
+            self.engine.hand_over_to(self.comm_hooks.take)
+            self.slots.plan_without_gaps(caps)
+        self.comm_hooks.add(state, hook)
 
     def close(self) -> None:
         """Takes the hooks off the parameters and lets go of the transport."""
@@ -399,12 +547,6 @@ class Reducer:
         if (hooks := getattr(self, "_hooks", None)) is not None:  # construction may have failed before
             hooks.detach()
 
-
-_MEANING = {
-    "iteration": "the number of reductions",
-    "layout_hash": "the hash of the bucket plan",
-    "backwards": "the number of backwards since the last reduction",
-}
 
 _TWO_BACKWARDS_TEXT = (
     "two backwards at once, on two threads, through one DistributedDataParallel: their gradients cannot be told apart. "

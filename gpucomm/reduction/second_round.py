@@ -1,14 +1,15 @@
 """Gradients that could not go through their slot: reduced on their own after the buckets, in the same iteration.
 
-A second gradient of a parameter whose slot was already packed, or one of a parameter without a fitting slot (unfrozen,
-replaced, of another dtype). The reduction is linear, so adding the two parts is exact.
+A second gradient of a parameter whose slot was already packed, one of a parameter without a fitting slot (unfrozen,
+replaced, of another dtype), or a sparse one. The reduction is linear, so adding the parts is exact.
 """
 
 import pickle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from gpucomm.communicator import Communicator
 from gpucomm.errors import StepFailed
 from gpucomm.reduction.local import local_of
 
@@ -16,11 +17,22 @@ if TYPE_CHECKING:
     from gpucomm.reduction.reducer import Reducer
 
 
+class _Kind(NamedTuple):
+    """What a rank's contribution is like (of a distributed one, its part). sparse_dim: 0 where it is dense, or none."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sparse_dim: int
+
+
 class SecondRound:
     """What this rank has for the second round of an iteration, and the round itself."""
 
     def __init__(self) -> None:
         self._grads: dict[int, torch.Tensor] = {}
+
+    def has(self, parameter: int) -> bool:
+        return parameter in self._grads
 
     def add(self, parameter: int, grad: torch.Tensor) -> None:
         """grad: this rank's contribution; taken over, the caller lets go of it."""
@@ -33,28 +45,55 @@ class SecondRound:
     def run(self, reducer: "Reducer", parameters: list[int]) -> None:
         """Reduces the union of what all ranks asked for; collective, after the buckets are reduced.
 
-        The reducer adds the means to what it reduced.
+        The reducer adds the means to what it reduced. A mean is sparse if a rank's contribution is.
         Raises StepFailed on every rank if a parameter's shape or dtype differs between ranks.
         """
-        held = {i: local_of(reducer.params[i]) for i in parameters}
-        layout = [(tuple(local.shape), local.dtype) for local in held.values()]
-        _check_layout(reducer, parameters, layout)
-        for dtype in sorted({dtype for _, dtype in layout}, key=str):
-            members = [i for i, (_, d) in zip(parameters, layout, strict=True) if d == dtype]
-            parts = [self._grads.get(i, torch.zeros(held[i].shape, dtype=dtype)) for i in members]
+        kinds = self._agree_on_kinds(reducer, parameters)
+        for dtype in sorted({kind.dtype for kind in kinds.values() if not kind.sparse_dim}, key=str):
+            members = [i for i, kind in kinds.items() if kind.dtype == dtype and not kind.sparse_dim]
+            parts = [self._grads.get(i, torch.zeros(kinds[i].shape, dtype=dtype)) for i in members]
             flat = torch.cat([part.to(dtype).reshape(-1) for part in parts])
             reducer.comm.all_reduce(torch.view_as_real(flat) if dtype.is_complex else flat, "avg")
             for i, mean in zip(members, flat.split([part.numel() for part in parts]), strict=True):
-                reducer.add_mean(i, mean.view(held[i].shape))
+                reducer.add_mean(i, mean.view(kinds[i].shape))
+        for i, kind in kinds.items():
+            if kind.sparse_dim:
+                reducer.add_mean(i, _sparse_mean(self._grads.get(i), kind, reducer.comm))
+
+    def _agree_on_kinds(self, reducer: "Reducer", parameters: list[int]) -> dict[int, _Kind]:
+        mine = []
+        for i in parameters:
+            grad, param = self._grads.get(i), local_of(reducer.params[i])
+            sparse_dim = grad.sparse_dim() if grad is not None and grad.layout == torch.sparse_coo else 0
+            mine.append(_Kind(tuple(param.shape), param.dtype, sparse_dim))
+        everybody = [pickle.loads(text) for text in reducer.comm.all_gather_bytes(pickle.dumps(mine))]
+        for rank, theirs in enumerate(everybody):
+            for i, a, b in zip(parameters, everybody[0], theirs, strict=True):
+                if a[:2] != b[:2]:
+                    name = reducer.transport.global_rank
+                    raise StepFailed(
+                        f"parameter '{reducer.names[i]}' is {a.dtype} {list(a.shape)} on rank {name(0)} and "
+                        f"{b.dtype} {list(b.shape)} on rank {name(rank)}"
+                    )
+        return {
+            i: kinds[0]._replace(sparse_dim=max(kind.sparse_dim for kind in kinds))
+            for i, kinds in zip(parameters, zip(*everybody, strict=True), strict=True)
+        }
 
 
-def _check_layout(reducer: "Reducer", parameters: list[int], layout: list) -> None:
-    everything = [pickle.loads(text) for text in reducer.comm.all_gather_bytes(pickle.dumps(layout))]
-    for rank, theirs in enumerate(everything):
-        for i, a, b in zip(parameters, everything[0], theirs, strict=True):
-            if a != b:
-                name = reducer.transport.global_rank
-                raise StepFailed(
-                    f"parameter '{reducer.names[i]}' is {a[1]} {list(a[0])} on rank {name(0)} and "
-                    f"{b[1]} {list(b[0])} on rank {name(rank)}"
-                )
+def _sparse_mean(mine: torch.Tensor | None, kind: _Kind, comm: Communicator) -> torch.Tensor:
+    """The coalesced mean of all ranks' contributions, added in rank order; collective."""
+    if mine is None:
+        mine = torch.zeros(kind.shape, dtype=kind.dtype).to_sparse(kind.sparse_dim)
+    mine = (mine if mine.layout == torch.sparse_coo else mine.to_sparse(kind.sparse_dim)).coalesce()
+    if mine.sparse_dim() != kind.sparse_dim:
+        mine = mine.to_dense().to_sparse(kind.sparse_dim)
+    indices = comm.all_gather_uneven(mine.indices().T.contiguous().view(-1))
+    values = comm.all_gather_uneven((mine.values() / comm.world_size).contiguous().view(-1).view(torch.uint8))
+    tail = kind.shape[kind.sparse_dim :]
+    return torch.sparse_coo_tensor(
+        torch.cat([part.view(-1, kind.sparse_dim) for part in indices]).T,
+        torch.cat([part.view(kind.dtype).view(-1, *tail) for part in values]),
+        kind.shape,
+        check_invariants=False,  # said aloud, else torch warns
+    ).coalesce()

@@ -4,14 +4,14 @@ A new plan is made at the end of an iteration and comes into force when the next
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 
 from gpucomm import _core
 from gpucomm.communicator import Communicator
-from gpucomm.reduction.buckets import BucketMemory, BucketPlan, ParameterSpec, allocate_buckets
-from gpucomm.reduction.local import DistributedGrad, is_distributed, placed_like
+from gpucomm.reduction.buckets import SLOT_ALIGNMENT, BucketMemory, BucketPlan, ParameterSpec, allocate_buckets
+from gpucomm.reduction.local import DistributedGrad, is_distributed
 from gpucomm.reduction.wire import Wire
 
 
@@ -19,7 +19,8 @@ class Slots:
     """The slots of one wrapper's parameters, kept in step with the engine's.
 
     params: a parameter for each index, the list of the table. caps: see BucketPlan.build. plan: a checked plan to use
-    from the start and keep; else one in registration order, to be followed by one in ready order.
+    from the start and keep; else one in registration order, to be followed by one in ready order. wire: how gradients
+    travel. sparse: indices of parameters whose gradients are expected to be sparse; a bucket has no slot for these.
 
     views: what of each parameter's gradient this rank holds, in its slot or unpacked beside it; None: no slot. grads:
     what is installed as `.grad`: the view, or a distributed tensor around it.
@@ -33,6 +34,7 @@ class Slots:
         caps: Sequence[int],
         plan: BucketPlan | None,
         wire: Wire,
+        sparse: Container[int] = (),
     ) -> None:
         self.is_final = plan is not None
         self._params = params
@@ -40,6 +42,8 @@ class Slots:
         self._transport = transport
         self._caps = list(caps)
         self.wire = wire
+        self._sparse = sparse
+        self._alignment = SLOT_ALIGNMENT
         self.next_plan: BucketPlan | None = None
         self._next_specs: list[ParameterSpec] = []
         self.plan_next(plan or self._registration_order_plan())
@@ -86,6 +90,10 @@ class Slots:
             self._engine.unpack_to(parameter, self.views[parameter])
         memory.count_uses()
 
+    def bucket_of(self, index: int) -> int:
+        """The bucket of a parameter that has a slot."""
+        return self._bucket_of[index]
+
     def view(self, index: int) -> torch.Tensor:
         """The view of a parameter that has a slot."""
         view = self.views[index]
@@ -97,12 +105,6 @@ class Slots:
         view = self.views[index]
         fits = view is not None and grad.shape == view.shape and self.wire.takes(grad.dtype, view.dtype)
         return view if fits else None
-
-    def substitute(self, index: int, local: torch.Tensor) -> None:
-        """Has this installed in place of the view, for as long as the plan is in force."""
-        self._distributed.pop(index, None)
-        self.views[index] = local
-        self.grads[index] = placed_like(self._params[index], local)
 
     def free(self) -> None:
         """Gives buckets new memory in which somebody still keeps a gradient, so that it is never overwritten."""
@@ -124,6 +126,13 @@ class Slots:
 
     # ---- the next one
 
+    def plan_without_gaps(self, caps: Sequence[int]) -> None:
+        """Starts again with a plan in registration order whose buckets have no padding between slots."""
+        self._caps = list(caps)
+        self._alignment = 1
+        self.is_final = False
+        self.plan_next(self._registration_order_plan())
+
     def plan_next(self, plan: BucketPlan | None) -> None:
         """Has the plan applied when the next iteration is armed, for what the parameters are now, not then."""
         self.next_plan = plan
@@ -138,27 +147,30 @@ class Slots:
         first = [i for i in order.tolist() if i >= 0]
         seen = set(first)
         rest = [i for i in self.plan.parameters if i not in seen]
-        plan = BucketPlan.build(self._specs_now(), first + rest, self._caps)
+        plan = BucketPlan.build(self._specs_now(), first + rest, self._caps, self._alignment)
         self.plan_next(None if plan == self.plan else plan)
         self.is_final = True
 
-    def plan_for(self, parameters: list[int]) -> None:
-        """Plans slots for these parameters that fit what they are now, if they lack them.
+    def plan_for(self, parameters: list[int], sparse: Container[int] = ()) -> None:
+        """Plans slots for these parameters that fit what they are now, if they lack them; none for the sparse ones.
 
-        Their shapes and dtypes were compared in the second round, so every rank comes to the same plan.
+        What they are was compared in the second round, so every rank comes to the same plan.
         """
         specs = self._specs_now()
-        order = self.plan.parameters
+        order = [i for i in self.plan.parameters if i not in sparse]
         present = set(order)
-        new = [i for i in parameters if i not in present]
-        if not new and all(self.specs[i].is_like(specs[i]) for i in parameters):
+        new = [i for i in parameters if i not in present and i not in sparse]
+        fits = all(self.specs[i].is_like(specs[i]) for i in parameters if i in present)
+        if fits and not new and len(order) == len(self.plan.parameters):
             self.plan_next(None)
         else:
-            self.plan_next(BucketPlan.build(specs, order + new, self._caps))
+            self.plan_next(BucketPlan.build(specs, order + new, self._caps, self._alignment))
 
     def _registration_order_plan(self) -> BucketPlan:
-        order = [i for i in reversed(range(len(self._params))) if self._params[i].requires_grad]
-        return BucketPlan.build(self._specs_now(), order, self._caps)
+        order = [
+            i for i in reversed(range(len(self._params))) if self._params[i].requires_grad and i not in self._sparse
+        ]
+        return BucketPlan.build(self._specs_now(), order, self._caps, self._alignment)
 
     def _specs_now(self) -> list[ParameterSpec]:
         return [ParameterSpec.of(p, self.wire) for p in self._params]

@@ -43,3 +43,12 @@ def narrow_wire(dtype: torch.dtype | None) -> Wire:
     if dtype not in WIRE_DTYPES.values():
         raise ValueError(f"wire_dtype is {dtype!r}, accepted are None, torch.bfloat16 and torch.float16")
     return Wire({torch.float32: dtype})
+
+
+def refuse_beside_hooks(wire: Wire) -> None:
+    """Raises RuntimeError if gradients are cast: a communication hook decides by itself in which form they travel."""
+    if wire.travels or wire.comes is not None:
+        raise RuntimeError(
+            f"a communication hook beside wire_dtype= or mixed_precision= ({wire}): a hook decides itself in what form "
+            "gradients travel, use one or the other (variable GPUCOMM_WIRE_DTYPE included)"
+        )

@@ -80,5 +80,14 @@ TEST(CodecTest, ZeroClearsBytesAndNoMore) {
   codec.zero(nullptr, 0);
 }
 
+TEST(CodecTest, FirstNonfiniteLooksAtFloatingSlotsAlone) {
+  CpuCodec codec;
+  const float slot[] = {1.0f, -3.4e38f, INFINITY, NAN};
+  EXPECT_EQ(codec.first_nonfinite(slot, DType::kFloat32, 4), 2);
+  EXPECT_EQ(codec.first_nonfinite(slot, DType::kFloat32, 2), -1);
+  EXPECT_EQ(codec.first_nonfinite(slot, DType::kInt32, 4), -1);
+  EXPECT_EQ(codec.first_nonfinite(nullptr, DType::kFloat32, 0), -1);
+}
+
 }  // namespace
 }  // namespace gpucomm

@@ -13,6 +13,7 @@
 #include <random>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace gpucomm {
@@ -479,22 +480,26 @@ TEST(PackTest, InPlaceScalesInPlace) {
   }
 }
 
-// ---- all_finite ----
+// ---- first_nonfinite ----
 
-TEST(AllFiniteTest, OneBadElementAnywhereIsFound) {
+TEST(FirstNonfiniteTest, TheFirstBadElementIsFoundWhereverItIs) {
   for (size_t t = 0; t < kernel_table_count(); ++t) {
     for_each_float_type([&](auto type) {
       using R = Reference<type.value>;
-      const auto all_finite = kernel_table(t).all_finite[static_cast<int>(type.value)];
+      const auto first_nonfinite = kernel_table(t).first_nonfinite[static_cast<int>(type.value)];
       for (const size_t numel : kSizes) {
         std::vector<typename R::Storage> x(numel, R::store(type.value == DType::kFloat16 ? -65504.0 : -3.38e38));
-        EXPECT_TRUE(all_finite(x.data(), numel));
+        EXPECT_EQ(first_nonfinite(x.data(), numel), -1);
         for (const size_t at : {size_t{0}, numel / 2, numel - 1}) {
           if (at >= numel) continue;
           for (const double bad : {HUGE_VAL, -HUGE_VAL, std::nan("")}) {
             const auto good = x[at];
             x[at] = R::store(bad);
-            EXPECT_FALSE(all_finite(x.data(), numel)) << "numel " << numel << " at " << at;
+            EXPECT_EQ(first_nonfinite(x.data(), numel), static_cast<int64_t>(at)) << "numel " << numel;
+            const auto last = x[numel - 1];
+            x[numel - 1] = R::store(HUGE_VAL);
+            EXPECT_EQ(first_nonfinite(x.data(), numel), static_cast<int64_t>(at)) << "numel " << numel;
+            x[numel - 1] = last;
             x[at] = good;
           }
         }
@@ -503,11 +508,38 @@ TEST(AllFiniteTest, OneBadElementAnywhereIsFound) {
   }
 }
 
+TEST(FirstNonfiniteTest, EveryPatternOf16BitsIsJudgedByItsExponent) {
+  const auto patterns = all_patterns();
+  for (size_t t = 0; t < kernel_table_count(); ++t) {
+    for (const auto& [type, format] : {std::pair{DType::kFloat16, kHalf}, std::pair{DType::kBFloat16, kBFloat}}) {
+      const auto first_nonfinite = kernel_table(t).first_nonfinite[static_cast<int>(type)];
+      for (const uint16_t& bits : patterns) {
+        EXPECT_EQ(first_nonfinite(&bits, 1), (bits & 0x7fff) >= format.infinity() ? 0 : -1) << bits;
+      }
+    }
+  }
+}
+
+TEST(FirstNonfiniteTest, RandomPatternsOfFp32AndFp64AreJudgedAsTheLibraryDoes) {
+  const auto fp32 = random_patterns<float, uint32_t>(20011);
+  const auto fp64 = random_patterns<double, uint64_t>(20011);
+  const auto expected = [](const auto& x) {
+    const auto found = std::find_if(x.begin(), x.end(), [](auto value) { return !std::isfinite(value); });
+    return found == x.end() ? -1 : found - x.begin();
+  };
+  ASSERT_GE(expected(fp32), 0);
+  for (size_t t = 0; t < kernel_table_count(); ++t) {
+    const auto& kernels = kernel_table(t).first_nonfinite;
+    EXPECT_EQ(kernels[static_cast<int>(DType::kFloat32)](fp32.data(), fp32.size()), expected(fp32));
+    EXPECT_EQ(kernels[static_cast<int>(DType::kFloat64)](fp64.data(), fp64.size()), expected(fp64));
+  }
+}
+
 TEST(KernelTableTest, TheBestTableIsTheLastAndTheBaselineTheFirst) {
   ASSERT_GE(kernel_table_count(), 1u);
   EXPECT_EQ(kernel_table(0).isa, "baseline");
   EXPECT_EQ(&kernels(), &kernel_table(kernel_table_count() - 1));
-  for (const DType type : kFloatTypes) EXPECT_NE(kernels().all_finite[static_cast<int>(type)], nullptr);
+  for (const DType type : kFloatTypes) EXPECT_NE(kernels().first_nonfinite[static_cast<int>(type)], nullptr);
 }
 
 }  // namespace

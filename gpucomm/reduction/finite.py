@@ -1,0 +1,49 @@
+"""Gradients that are infinite or not numbers: passed on, or an error that names the first, or an iteration skipped.
+
+Each rank looks at its own gradients as they are packed and tells in the header. Where all were finite and the mean is
+not, the sum did not fit its type.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from gpucomm import _core
+from gpucomm.errors import NonFinite
+from gpucomm.reduction.verdict import NameOf
+
+
+class FiniteCheck:
+    """policy: "pass" looks at nothing; "raise": NonFinite on every rank; "skip": every rank's optimizers leave the
+    parameters alone in this iteration."""
+
+    def __init__(self, policy: str, names: Sequence[str], engine: _core.Engine) -> None:
+        self.policy = policy
+        self.skipping = False
+        self.skipped = 0  # iterations so far
+        self._names = names
+        self._engine = engine
+        engine.set_check_finite(policy != "pass")
+
+    def judge(self, verdict: _core.Verdict, means: Iterator[tuple[int, torch.Tensor]], name_of: NameOf) -> None:
+        """means: reduced gradients by parameter, equal on all ranks. Raises NonFinite, or has them skipped."""
+        if self.policy == "pass":
+            return
+        self.skipping = False
+        guilty = [(rank, words.nonfinite) for rank, words in enumerate(verdict.ranks) if words.nonfinite >= 0]
+        if guilty:
+            parameter, ranks = guilty[0][1], [name_of(r) for r, _ in guilty]
+            where, what = f"on rank {ranks[0]}", "is not finite"
+        elif (overflown := next((i for i, mean in means if _core.first_nonfinite(mean) >= 0), None)) is not None:
+            parameter, ranks = overflown, []
+            where, what = "of the ranks together", "is not finite although each rank's own is"
+        else:
+            return
+        iteration = self._engine.iteration
+        if self.policy == "raise":
+            name = self._names[parameter]
+            raise NonFinite(
+                f"iteration {iteration}: the gradient of parameter '{name}' {where} {what}", ranks, name, iteration
+            )
+        self.skipping = True
+        self.skipped += 1
