@@ -93,7 +93,6 @@ def test_it_is_torchs_class_with_torchs_arguments_in_torchs_order():
     ("argument", "value"),
     [
         ("mixed_precision", object()),
-        ("device_mesh", object()),
         ("delay_all_reduce_named_params", []),
         ("param_to_hook_all_reduce", nn.Parameter(torch.ones(1))),
         ("skip_all_reduce_unused_params", True),

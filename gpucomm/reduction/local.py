@@ -52,7 +52,8 @@ class DistributedGrad:
     """A gradient around the view of a slot: made once for the slot, installed iteration after iteration."""
 
     def __init__(self, param: torch.Tensor, view: torch.Tensor) -> None:
-        self.tensor = placed_like(param, view)
+        # Not of the view itself: torch would hold it as the base of what is made of it.
+        self.tensor = placed_like(param, torch.empty(0, dtype=view.dtype).set_(view))
         self._address = view.data_ptr()
         self._ours = (0, 0)
 

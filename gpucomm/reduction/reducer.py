@@ -234,10 +234,10 @@ class Reducer:
         if engine.mode != _core.Mode.REDUCE or (grad := local_grad(param)) is None:
             return  # not ours to reduce, or undefined: the parameter was not used
         is_last, view = self._hooks.comes_last(index), self.slots.fitting_view(index, grad)
+        if not is_last and not engine.packed(index):
+            engine.mark_used(index)  # what the hooks that follow make of it is taken at the end of backward
+            return
         if view is not None and not engine.packed(index):
-            if not is_last:
-                engine.mark_used(index)  # what the hooks that follow make of it is packed at the end of backward
-                return
             view.copy_(grad)  # another layout in memory, or hooks of the program came before
             engine.mark_packed(index)
         elif view is not None and self.comm_hooks is not None:
@@ -248,9 +248,12 @@ class Reducer:
                 )
         else:
             # A second gradient after packing, or one without a fitting slot: linear, so exact when added afterwards.
-            self._second_round.add(index, grad)
-            engine.request_second_round(index)
+            self._send_apart(index, grad)
         param.grad = None
+
+    def _send_apart(self, index: int, grad: torch.Tensor) -> None:
+        self._second_round.add(index, grad)
+        self.engine.request_second_round(index)
 
     # ---- finish
 
@@ -314,12 +317,18 @@ class Reducer:
 
     def _unpack(self, verdict: _core.Verdict) -> None:
         """Gives every parameter that was used on some rank its mean as `.grad`."""
+        apart = {
+            i: placed_like(self.params[i], mean) for i, mean in (self._slotless_means | self._sparse_means).items()
+        }
+        for index, grad in apart.items():
+            if self.slots.views[index] is not None:
+                self.slots.substitute(index, grad)
+            else:
+                self.params[index].grad = grad
         _core.install_views(self.engine, verdict, self.params, self.slots.grads)
-        for index, grad in self._kept.items():
+        for index, kept in self._kept.items():
             if not verdict.is_used(index):
-                self.slots.view(index).copy_(grad)
-        for index, mean in (*self._slotless_means.items(), *self._sparse_means.items()):
-            self.params[index].grad = placed_like(self.params[index], mean)
+                self.slots.view(index).copy_(kept)
 
     def _give_warnings(self) -> None:
         """What this backward gave cause for. The last thing it does: where warnings are errors, this raises."""
@@ -347,13 +356,12 @@ class Reducer:
             else:
                 view.copy_(grad)
             self.engine.complete(index, view)
-        for index, param in enumerate(self.params):
-            slotless = self.slots.views[index] is None and self.engine.used(index)
-            if slotless and not self._second_round.has(index) and (grad := local_grad(param)) is not None:
-                # Accumulated under no_sync, and nothing came this time.
-                self._second_round.add(index, grad)
-                self.engine.request_second_round(index)
-                param.grad = None
+        for index in (*missing, *self.slots.slotless):
+            grad = local_grad(self.params[index])
+            if grad is not None and self.engine.used(index) and self.slots.fitting_view(index, grad) is None:
+                # Accumulated under no_sync, or left to hooks of the program, and does not fit.
+                self._send_apart(index, grad)
+                self.params[index].grad = None
 
     def _reduce(self, failed: bool) -> _core.Verdict:
         """Launches what is left, exchanges the headers and waits; for communication hooks only if _shares_group."""

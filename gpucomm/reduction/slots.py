@@ -73,6 +73,7 @@ class Slots:
         self._bucket_of = {slot.parameter: i for i, bucket in enumerate(plan.buckets) for slot in bucket.slots}
         for memory in self.memories:
             self._take_views(memory)
+        self.slotless = [index for index, view in enumerate(self.views) if view is None]
         return True
 
     def _take_views(self, memory: BucketMemory) -> None:
@@ -105,6 +106,11 @@ class Slots:
         view = self.views[index]
         fits = view is not None and grad.shape == view.shape and self.wire.takes(grad.dtype, view.dtype)
         return view if fits else None
+
+    def substitute(self, index: int, grad: torch.Tensor) -> None:
+        """Has this installed in place of what lies in a slot that does not fit; a new plan is on its way."""
+        self._distributed.pop(index, None)
+        self.grads[index] = grad
 
     def free(self) -> None:
         """Gives buckets new memory in which somebody still keeps a gradient, so that it is never overwritten."""
