@@ -53,7 +53,9 @@ class DistributedGrad:
 
     def __init__(self, param: torch.Tensor, view: torch.Tensor) -> None:
         # Not of the view itself: torch would hold it as the base of what is made of it.
-        self.tensor = placed_like(param, torch.empty(0, dtype=view.dtype).set_(view))
+        local = torch.empty(0, dtype=view.dtype)
+        local.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+        self.tensor = placed_like(param, local)
         self._address = view.data_ptr()
         self._ours = (0, 0)
 

@@ -317,10 +317,8 @@ class Reducer:
 
     def _unpack(self, verdict: _core.Verdict) -> None:
         """Gives every parameter that was used on some rank its mean as `.grad`."""
-        apart = {
-            i: placed_like(self.params[i], mean) for i, mean in (self._slotless_means | self._sparse_means).items()
-        }
-        for index, grad in apart.items():
+        for index, mean in (*self._slotless_means.items(), *self._sparse_means.items()):
+            grad = placed_like(self.params[index], mean)
             if self.slots.views[index] is not None:
                 self.slots.substitute(index, grad)
             else:
