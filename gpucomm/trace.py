@@ -20,6 +20,6 @@ class TraceEvent(NamedTuple):
     iteration: int
 
 
-def read_trace(trace: _core.Trace) -> list[TraceEvent]:
-    """Oldest first; as many as the ring holds."""
-    return [TraceEvent(*event) for event in trace.events()]
+def read_trace(trace: _core.Trace, iteration: int = -1) -> list[TraceEvent]:
+    """Oldest first; as many as the ring holds. iteration: only the events of this one."""
+    return [TraceEvent(*event) for event in trace.events(iteration)]

@@ -6,7 +6,7 @@ The only file that reads environment variables (`GPUCOMM_*`).
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -58,6 +58,11 @@ class Settings:
         if nonfinite not in NONFINITE:
             raise ValueError(f"GPUCOMM_NONFINITE is {nonfinite!r}, accepted are {', '.join(NONFINITE)}")
         return cls(transport, timeout_s, WIRE_DTYPES[wire] if wire else None, nonfinite)
+
+
+def environment_values(names: Iterable[str]) -> dict[str, str]:
+    """Variables of torch and of the launcher, to be reported only; "N/A" for one that is not set."""
+    return {name: os.environ.get(name, "N/A") for name in names}
 
 
 @dataclass(frozen=True)

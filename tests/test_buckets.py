@@ -50,15 +50,23 @@ def test_each_dtype_has_buckets_of_its_own_and_its_own_count_of_caps():
 
 
 def test_slots_are_aligned_do_not_overlap_and_complex_numbers_are_pairs():
-    specs = [*specs_of((3, 5), (1,), (0,), (17,)), *specs_of((4, 2), dtype=torch.complex64)]
-    (bucket,) = BucketPlan.build(specs, range(5), [1 << 20]).buckets
-    end = 0
-    for slot in bucket.slots:
-        assert slot.offset % SLOT_ALIGNMENT == 0
-        assert slot.offset >= end
-        end = slot.offset + slot.numel
-    assert bucket.slots[-1].numel == 16
-    assert end <= bucket.numel
+    specs = [*specs_of((3, 5), (1,), (0,), (17,)), *specs_of((4, 2), (1,), dtype=torch.complex64)]
+    real, pairs = BucketPlan.build(specs, range(6), [1 << 20]).buckets
+    for bucket in (real, pairs):
+        end = 0
+        for slot in bucket.slots:
+            assert slot.offset % SLOT_ALIGNMENT == 0
+            assert slot.offset >= end
+            end = slot.offset + slot.numel
+        assert end <= bucket.numel
+    assert [slot.numel for slot in pairs.slots] == [16, 2]
+
+
+def test_a_plan_can_do_without_gaps_between_slots():
+    specs = specs_of((3, 5), (1,), (0,), (17,))
+    (bucket,) = BucketPlan.build(specs, range(4), [1 << 20], alignment=1).buckets
+    assert [slot.offset for slot in bucket.slots] == [0, 15, 16, 16]
+    assert bucket.numel == 33
 
 
 def test_the_size_of_a_bucket_does_not_depend_on_the_order():

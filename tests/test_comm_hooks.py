@@ -132,7 +132,7 @@ def test_hooks_see_undivided_gradients_without_gaps_in_order():
             seen.clear()
             ours.zero_grad()
             loss_of(ours, rank).backward()
-            assert [index for index, _, _ in seen] == list(range(len(ours.reducer.plan.buckets)))
+            assert [index for index, _, _ in seen] == list(range(len(ours._reduction.plan.buckets)))
             assert [last for _, last, _ in seen] == [False] * (len(seen) - 1) + [True]
             own = copy.deepcopy(ours.module)
             own.zero_grad()

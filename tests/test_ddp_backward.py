@@ -85,7 +85,7 @@ def test_a_block_reused_under_checkpointing_is_reduced_as_late_deltas(reentrant,
             expected = mean_gradients(model, lambda m, r, i=iteration: m(batch(r, i, 5, 6)).square().mean(), world)
             ours(batch(rank, iteration, 5, 6)).square().mean().backward()
             assert_mean(ours, expected)
-        assert ours.reducer.engine.iteration == 3
+        assert ours._reduction.engine.iteration == 3
 
     run_ranks(body, 2)
 
@@ -225,7 +225,7 @@ def test_one_backward_that_moves_between_threads_is_reduced():
             ours(batch(rank, iteration, 5, 3)).square().mean().backward()
             assert_mean(ours, expected)
         assert len(threads) > 1
-        assert ours.reducer.engine.iteration == 2
+        assert ours._reduction.engine.iteration == 2
 
     run_ranks(body, 2)
 

@@ -29,7 +29,7 @@ def test_a_parameter_unfrozen_after_wrapping_is_reduced_and_gets_a_slot():
             expected = mean_gradients(model, lambda m, r, i=iteration: m(batch(r, i, 5, 24)).square().mean(), world)
             ours(batch(rank, iteration, 5, 24)).square().mean().backward()
             assert_mean(ours, expected)
-        return 0 in ours.reducer.plan.parameters
+        return 0 in ours._reduction.plan.parameters
 
     assert run_ranks(body, 2) == [True, True]
 
@@ -112,10 +112,10 @@ def test_conversions_between_the_making_of_a_plan_and_its_use_are_reduced(period
                         torch.testing.assert_close(param.grad, expected[name], rtol=tolerance, atol=tolerance, msg=name)
                         assert param.grad.dtype == param.dtype
         # The plan followed the last change: nothing has to go around the buckets any more.
-        slots = {s.parameter: b.dtype for b in ours.reducer.plan.buckets for s in b.slots}
-        complex_one = ours.reducer.names.index("2.weight")  # double() leaves it as it is
+        slots = {s.parameter: b.dtype for b in ours._reduction.plan.buckets for s in b.slots}
+        complex_one = ours._reduction.names.index("2.weight")  # double() leaves it as it is
         assert slots == {i: "float32" if i == complex_one else "float64" for i in range(8)}
-        assert ours.reducer.slots.next_plan is None
+        assert ours._reduction.slots.next_plan is None
 
     run_ranks(body, 2)
 

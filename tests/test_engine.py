@@ -37,7 +37,7 @@ def train(ours, rank, iterations, width=16):
 
 
 def last_iteration(ours):
-    iteration = ours.reducer.engine.iteration
+    iteration = ours._reduction.engine.iteration
     return [event for event in ours.trace() if event.iteration == iteration]
 
 
@@ -62,9 +62,9 @@ def test_each_gradient_is_ready_then_packed_and_its_bucket_reduced_after_its_las
         packs = {e.id: e for e in events if e.kind == "pack"}
         readies = {e.id: e for e in events if e.kind == "ready"}
         reduces = {e.id: e for e in events if e.kind == "reduce"}
-        assert set(packs) == set(readies) == set(range(len(ours.reducer.params)))
-        assert set(reduces) == set(range(len(ours.reducer.plan.buckets)))
-        for index, bucket in enumerate(ours.reducer.plan.buckets):
+        assert set(packs) == set(readies) == set(range(len(ours._reduction.params)))
+        assert set(reduces) == set(range(len(ours._reduction.plan.buckets)))
+        for index, bucket in enumerate(ours._reduction.plan.buckets):
             for slot in bucket.slots:
                 assert readies[slot.parameter].begin_ns <= packs[slot.parameter].begin_ns
                 assert packs[slot.parameter].end_ns <= reduces[index].begin_ns
@@ -79,12 +79,12 @@ def test_the_plan_follows_rank_0s_ready_order_from_the_second_iteration_on():
     def body(rank, world):
         # On rank 1 gradients become ready in another order than on rank 0.
         ours = Ours(Staggered([2, 0, 3, 1] if rank == 0 else [0, 1, 2, 3]), bucket_cap_mb=0)
-        assert ours.reducer.plan.parameters == [3, 2, 1, 0]
+        assert ours._reduction.plan.parameters == [3, 2, 1, 0]
         train(ours, rank, 2)
-        assert ours.reducer.plan.parameters == [1, 3, 0, 2]
-        hash_then = ours.reducer.plan.layout_hash
+        assert ours._reduction.plan.parameters == [1, 3, 0, 2]
+        hash_then = ours._reduction.plan.layout_hash
         train(ours, rank, 2)
-        return ours.reducer.plan.layout_hash == hash_then, [p.grad.sum().item() for p in ours.parameters()]
+        return ours._reduction.plan.layout_hash == hash_then, [p.grad.sum().item() for p in ours.parameters()]
 
     first, second = run_ranks(body, 2)
     assert first == second
@@ -96,10 +96,10 @@ def test_a_plan_that_is_given_is_used_and_kept():
         model = Staggered([2, 0, 3, 1])
         learned = Ours(copy.deepcopy(model), bucket_cap_mb=0)
         train(learned, rank, 2)
-        plan = BucketPlan.from_json(learned.reducer.plan.to_json())
+        plan = BucketPlan.from_json(learned._reduction.plan.to_json())
         ours = Ours(copy.deepcopy(model), plan=plan)
         train(ours, rank, 2)
-        assert ours.reducer.plan == plan
+        assert ours._reduction.plan == plan
         for a, b in zip(learned.parameters(), ours.parameters(), strict=True):
             assert torch.equal(a.grad, b.grad)
 
@@ -110,7 +110,7 @@ def test_a_plan_that_is_given_is_used_and_kept():
 def test_a_plan_of_another_model_is_refused(wrong):
     def body(rank, world):
         model = mlp()
-        plan = Ours(copy.deepcopy(model)).reducer.plan.to_json()
+        plan = Ours(copy.deepcopy(model))._reduction.plan.to_json()
         plan = {
             "missing": plan.replace('{"parameter": 0,', '{"parameter": 1,', 1),
             "numel": plan.replace('"numel": 24', '"numel": 25', 1),
@@ -138,7 +138,7 @@ def test_pieces_of_buckets_give_the_same_gradients_and_cover_every_element_once(
                 model(batch(r, iteration, 4, 24)).square().mean().backward()
             for a, b in zip(plain.parameters(), arms[1].parameters(), strict=True):
                 assert torch.equal(a.grad, b.grad)
-        buckets = arms[1].reducer.plan.buckets
+        buckets = arms[1]._reduction.plan.buckets
         sizes = [numel for kind, numel in transport.log if kind == "all_reduce"]
         piece = piece_bytes // 4 or max(b.numel for b in buckets)
         assert sizes == 3 * [min(piece, b.numel - at) for b in buckets for at in range(0, b.numel, piece)]
@@ -202,7 +202,7 @@ def test_a_transport_written_in_python_serves_the_wrapper():
                 model(batch(0, iteration, 4, 24)).square().mean().backward()
             for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
                 assert torch.equal(a.grad, b.grad)
-        buckets = ours.reducer.plan.buckets
+        buckets = ours._reduction.plan.buckets
         assert transport.log[-len(buckets) :] == [("all_reduce", b.numel) for b in buckets]
 
     run_ranks(body, 1)
@@ -219,10 +219,10 @@ def test_nothing_is_allocated_by_the_transport_once_training_runs():
     def body(rank, world):
         ours = Ours(mlp(), transport=Counting())
         train(ours, rank, 3, 24)
-        before = ours.reducer.engine.iteration, [p.grad.data_ptr() for p in ours.parameters()]
+        before = ours._reduction.engine.iteration, [p.grad.data_ptr() for p in ours.parameters()]
         train(ours, rank, 3, 24)
         assert before[1] == [p.grad.data_ptr() for p in ours.parameters()]
-        assert ours.reducer.engine.iteration == before[0] + 3
+        assert ours._reduction.engine.iteration == before[0] + 3
 
     run_ranks(body, 1)
 
@@ -282,16 +282,16 @@ def spoil(param, value, at=-1):
 def test_the_engine_knows_the_lowest_parameter_whose_own_gradient_was_not_finite(transport):
     def body(rank, world):
         ours = Ours(mlp(), transport=transport)
-        ours.reducer.engine.set_check_finite(True)
+        ours._reduction.engine.set_check_finite(True)
         train(ours, rank, 1, 24)
-        assert ours.reducer.engine.nonfinite_parameter == -1
+        assert ours._reduction.engine.nonfinite_parameter == -1
         if rank == 1:
             params = list(ours.module.parameters())
             spoil(params[4], float("nan"))
             spoil(params[2], float("inf"), at=0)
         train(ours, rank, 1, 24)
         assert not list(ours.parameters())[2].grad.isfinite().all(), "the mean holds it on both ranks"
-        return ours.reducer.engine.nonfinite_parameter
+        return ours._reduction.engine.nonfinite_parameter
 
     assert run_ranks(body, 2) == [-1, 2]
 
@@ -299,13 +299,13 @@ def test_the_engine_knows_the_lowest_parameter_whose_own_gradient_was_not_finite
 def test_what_was_not_finite_is_forgotten_when_the_next_iteration_is_armed():
     def body(rank, world):
         ours = Ours(mlp())
-        ours.reducer.engine.set_check_finite(True)
+        ours._reduction.engine.set_check_finite(True)
         x = batch(rank, 0, 4, 24)
         ours(x * float("inf")).square().mean().backward()
-        assert ours.reducer.engine.nonfinite_parameter == 0
+        assert ours._reduction.engine.nonfinite_parameter == 0
         ours.zero_grad()
         ours(x).square().mean().backward()
-        assert ours.reducer.engine.nonfinite_parameter == -1
+        assert ours._reduction.engine.nonfinite_parameter == -1
 
     run_ranks(body, 1)
 
@@ -313,10 +313,10 @@ def test_what_was_not_finite_is_forgotten_when_the_next_iteration_is_armed():
 def test_a_gradient_kept_by_an_unused_parameter_is_looked_at_too():
     def body(rank, world):
         ours = Ours(TwoHeads(), find_unused_parameters=True)
-        ours.reducer.engine.set_check_finite(True)
+        ours._reduction.engine.set_check_finite(True)
         kept = ours.module.heads[1].bias
         kept.grad = torch.full_like(kept, float("nan"))
         ours(batch(rank, 0, 4, 6), head=0).square().mean().backward()
-        return ours.reducer.names[ours.reducer.engine.nonfinite_parameter]
+        return ours._reduction.names[ours._reduction.engine.nonfinite_parameter]
 
     assert run_ranks(body, 1) == ["heads.1.bias"]

@@ -56,7 +56,7 @@ def use(running):
             p.grad.fill_(1e9)  # lies in the memory of a bucket
         with torch.no_grad():
             ddp(torch.ones(1, 60))
-        ddp.reducer.transport.abort("no matter")
+        ddp._reduction.transport.abort("no matter")
         with ddp.no_sync():
             ddp(torch.ones(1, 60)).sum().backward()
     else:
@@ -80,7 +80,7 @@ def destroy(running):
     if isinstance(running, Communication):
         running.comm.close()
     else:
-        running.ddp.reducer.close()
+        running.ddp._reduction.close()
     vars(running).clear()
     gc.collect()
 

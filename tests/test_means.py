@@ -186,7 +186,7 @@ def test_a_table_with_a_dense_gradient_besides_gets_a_dense_one():
             ours.zero_grad()
             ours(rows(rank, 0)).backward()
             assert_mean(ours, expected)
-        assert ours.reducer.plan.parameters == [0]  # learnt: it has a slot now
+        assert ours._reduction.plan.parameters == [0]  # learnt: it has a slot now
 
     run_ranks(body, 2)
 

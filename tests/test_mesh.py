@@ -129,7 +129,7 @@ def test_gradients_are_placed_as_their_parameters_and_lie_in_the_buckets():
                 assert param.grad is None
                 continue
             assert param.grad.placements == param.placements, name
-            assert param.grad.to_local().data_ptr() == ours.reducer.slots.view(index).data_ptr(), name
+            assert param.grad.to_local().data_ptr() == ours._reduction.slots.view(index).data_ptr(), name
             torch.testing.assert_close(full(param.grad), expected, rtol=1e-5, atol=1e-6, msg=name)
         assert isinstance(ours.module.norm.weight.placements[0], Replicate)
 

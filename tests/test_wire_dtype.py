@@ -252,7 +252,7 @@ def test_half_as_many_bytes_travel():
 def test_the_variable_counts_where_no_argument_is_given(monkeypatch):
     def body(rank, world, argument):
         ours = Ours(mlp(), wire_dtype=argument)
-        return {bucket.dtype for bucket in ours.reducer.plan.buckets}
+        return {bucket.dtype for bucket in ours._reduction.plan.buckets}
 
     monkeypatch.setenv("GPUCOMM_WIRE_DTYPE", "bfloat16")
     assert run_ranks(body, 2, None) == [{"bfloat16"}] * 2

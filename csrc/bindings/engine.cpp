@@ -81,7 +81,8 @@ void unpack_to(Engine& engine, int32_t parameter, const py::object& grad) {
   engine.unpack_to(parameter, array.address, array.dtype);
 }
 
-py::list trace_events(const Trace& trace) {
+// iteration: only the events of this one (its low 16 bits count), all if negative.
+py::list trace_events(const Trace& trace, int64_t iteration) {
   py::list events;
   const TickScale scale = TickScale::measure();
   const auto append = [&](TraceKind kind, uint64_t end_ticks, const TraceEvent& event) {
@@ -89,6 +90,7 @@ py::list trace_events(const Trace& trace) {
                                  scale.to_ns(end_ticks), event.bytes, event.iteration));
   };
   for (const TraceEvent& event : trace.snapshot()) {
+    if (iteration >= 0 && event.iteration != static_cast<uint16_t>(iteration)) continue;
     if (event.kind == TraceKind::kPack) append(TraceKind::kReady, event.begin_ticks, event);
     append(event.kind, event.end_ticks, event);
   }
@@ -109,7 +111,9 @@ double trace_record_ns(Trace& trace, uint64_t count) {
 void bind_engine(py::module_& module) {
   py::class_<Trace, std::shared_ptr<Trace>>(module, "Trace")
       .def(py::init<size_t>(), py::arg("capacity") = 16384)
-      .def("events", &trace_events, "[(kind, id, begin_ns, end_ns, bytes, iteration)], oldest first; CLOCK_MONOTONIC")
+      .def("events", &trace_events, py::arg("iteration") = -1,
+           "[(kind, id, begin_ns, end_ns, bytes, iteration)], oldest first; CLOCK_MONOTONIC. iteration: only of this "
+           "one")
       .def("recorded", &Trace::recorded)
       .def("clear", &Trace::clear)
       .def("measure_record_ns", &trace_record_ns, py::arg("count"),
@@ -170,6 +174,7 @@ void bind_engine(py::module_& module) {
       .def("finish", &finish, py::arg("backwards"), py::arg("forwards"), py::arg("failed"), py::arg("joined") = false,
            py::arg("weight") = py::none(), py::arg("nonfinite") = -1, py::return_value_policy::reference_internal)
       .def("disarm", &Engine::disarm)
+      .def("used_counts", &Engine::used_counts)
       .def_property_readonly("mode", &Engine::mode)
       .def_property_readonly("iteration", &Engine::iteration)
       .def_property_readonly("launched", &Engine::launched)

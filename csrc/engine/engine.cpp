@@ -351,6 +351,17 @@ void Engine::read_verdict() {
   }
 }
 
+std::vector<int32_t> Engine::used_counts() const {
+  std::vector<int32_t> counts(slots_.size(), 0);
+  Bitmap used(slots_.size());
+  const std::byte* theirs = header_memory_.data() + header_bytes_ + sizeof(HeaderWords);
+  for (size_t r = 0; r < verdict_.ranks.size(); ++r, theirs += header_bytes_) {
+    std::memcpy(used.words().data(), theirs, used.words().size_bytes());
+    for (size_t i = 0; i < counts.size(); ++i) counts[i] += used.test(i);
+  }
+  return counts;
+}
+
 void Engine::disarm() {
   if (mode_ == Mode::kReduce) used_.clear();
   mode_ = Mode::kIdle;

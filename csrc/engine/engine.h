@@ -128,6 +128,8 @@ class Engine {
   uint64_t iteration() const { return iteration_; }
   uint64_t layout_hash() const { return layout_hash_; }
   uint64_t wait_ns() const { return static_cast<uint64_t>(tick_scale_.duration_ns(wait_ticks_)); }
+  // On how many ranks each parameter was used, as of the last finish().
+  std::vector<int32_t> used_counts() const;
   // In which order the gradients of the last or current reduction became ready.
   const std::vector<int32_t>& ready_order() const { return ready_order_; }
   // Buckets reduced so far; when finish() threw, the bucket of this index was waited for (none: the header).

@@ -1,6 +1,7 @@
 """DistributedDataParallel: torch's surface over our reducer."""
 
-import math
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -8,26 +9,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gpucomm import _core
 from gpucomm.communicator import Communicator
+from gpucomm.ddp import buffers, state, sync_batch_norm
+from gpucomm.ddp.arguments import Arguments, check_devices, check_module, check_parameters
 from gpucomm.ddp.comm_hooks import CAPS as HOOK_CAPS
 from gpucomm.ddp.comm_hooks import builtin_hook, check_hook
 from gpucomm.ddp.join import DdpJoinHook, meet_in_forward
+from gpucomm.ddp.logging_data import Logger
 from gpucomm.ddp.mesh import check_placement, group_of
+from gpucomm.ddp.mixed_precision import MixedPrecision
 from gpucomm.ddp.replicas import broadcast_tensors, check_same_model
+from gpucomm.ddp.torch_reducer import TorchReducer
 from gpucomm.reduction.buckets import MIB, BucketPlan, ParameterSpec
+from gpucomm.reduction.comm_hooks import name_of
 from gpucomm.reduction.parameters import ParameterTable
 from gpucomm.reduction.reducer import Reducer
-from gpucomm.reduction.wire import narrow_wire, refuse_beside_hooks
+from gpucomm.reduction.wire import refuse_beside_hooks
 from gpucomm.trace import TraceEvent, read_trace
 from gpucomm.transport import Transport
-from gpucomm.world import Settings, World, nonfinite_policy, withdrawing
+from gpucomm.world import World, withdrawing
 
-# What stock reports as its default; our own plan has buckets of another size.
-_STOCK_CAP_MIB = 25
 # Shared memory wants small buckets: reduced while they are in cache, and early. Sockets want few messages.
 _OWN_CAPS = {"shm": (1 * MIB,), "loopback": (1 * MIB,)}
 _SOCKET_CAPS = (1 * MIB, 8 * MIB)
@@ -60,12 +66,14 @@ class DistributedDataParallel(TorchDDP):
     Raises:
         ModelsDiffer: the ranks' models differ; on every rank, naming the first difference.
         TransportUnavailable: a transport asked for by name cannot serve the group.
-        NotImplementedError: naming an argument that is not served yet.
         ValueError, TypeError, RuntimeError: for arguments that torch's class refuses too.
         StepFailed, PeerFailed, CommTimeout: later, from backward; see gpucomm.errors.
     """
 
-    reducer: Reducer  # type: ignore[assignment]
+    # What programs know of torch's reducer and logger; the reduction itself is ours.
+    reducer: TorchReducer  # type: ignore[assignment]
+    logger: Logger
+    _reduction: Reducer
 
     def __init__(
         self,
@@ -101,74 +109,144 @@ class DistributedDataParallel(TorchDDP):
         with withdrawing(process_group):
             group = group_of(process_group, device_mesh)
         with withdrawing(group):
-            _refuse_unserved(
+            arguments = Arguments(
+                device_ids=device_ids,
+                output_device=output_device,
+                dim=dim,
+                broadcast_buffers=broadcast_buffers,
+                init_sync=init_sync,
+                process_group=process_group,
+                bucket_cap_mb=bucket_cap_mb,
+                find_unused_parameters=find_unused_parameters,
+                check_reduction=check_reduction,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                static_graph=static_graph,
                 delay_all_reduce_named_params=delay_all_reduce_named_params,
                 param_to_hook_all_reduce=param_to_hook_all_reduce,
                 mixed_precision=mixed_precision,
-                skip_all_reduce_unused_params=skip_all_reduce_unused_params or None,
+                device_mesh=device_mesh,
+                skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+                bucket_cap_mb_list=bucket_cap_mb_list,
+                batched_grad_copy=batched_grad_copy,
+                forward_sync_buffers=forward_sync_buffers,
+                transport=transport,
+                plan=plan,
+                timeout=timeout,
+                nonfinite=nonfinite,
+                wire_dtype=wire_dtype,
             )
-            self._caps = caps = _bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
-            wire = narrow_wire(wire_dtype if wire_dtype is not None else Settings.from_environment().wire_dtype)
-            world = World.of(group, timeout, transport, str(wire))
-            nonfinite = nonfinite_policy(nonfinite)
-            self.process_group = world.group
-            self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-            table = ParameterTable(module, self.parameters_to_ignore)
-            self._module_parameters = table.params
-            _check_module(self._module_parameters, device_ids, output_device)
+            check_module(module)
+            world = World.of(group, arguments.timeout, arguments.transport, str(arguments.wire))
+            self._take(arguments, module)
+            table = self._make_table()
             check_placement(table.names, table.params, world.global_ranks)
             if plan is not None:
                 trainable = [i for i, p in enumerate(table.params) if p.requires_grad]
-                plan.check([ParameterSpec.of(p, wire) for p in table.params], trainable)
-            _warn_deprecated(broadcast_buffers, forward_sync_buffers, check_reduction)
+                plan.check([ParameterSpec.of(p, arguments.wire) for p in table.params], trainable)
+            arguments.warn_deprecated(stacklevel=2)
+        self._connect(world, table, init_sync=arguments.init_sync)
+        if arguments.static_graph:
+            self._set_static_graph()
 
+    def _take(self, arguments: Arguments, module: torch.nn.Module) -> None:
+        """Sets the attributes that come from the arguments, under the names that torch's class has for them."""
+        self._arguments = arguments
+        delayed = arguments.delay_all_reduce_named_params or ()
+        self._delay_all_reduce_params = [param for _, param in delayed]
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        self.parameters_to_ignore = {*ignored, *(name for name, _ in delayed)}
+        self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
+        check_parameters(self._module_parameters, self._delay_all_reduce_params)
+        everything = [*self._module_parameters, *self._delay_all_reduce_params]
+        check_devices(everything, arguments.device_ids, arguments.output_device)
+        self.device = everything[0].device
+        self.device_type = self.device.type
         self.device_ids = None
         self.output_device = None
-        self.device = self._module_parameters[0].device
-        self.device_type = self.device.type
         self.is_multi_device_module = False
-        self.dim = dim
+        self.use_side_stream_for_tensor_copies = True
+        self.dim = arguments.dim
         self.module = module
-        self.static_graph = static_graph
-        self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.batched_grad_copy = batched_grad_copy
-        self.mixed_precision = None
-        if device_mesh is not None:
-            self.device_mesh = device_mesh
+        self.static_graph = False
+        self.find_unused_parameters = arguments.find_unused_parameters
+        self.gradient_as_bucket_view = arguments.gradient_as_bucket_view
+        self.batched_grad_copy = arguments.batched_grad_copy
+        self.skip_all_reduce_unused_params = arguments.skip_all_reduce_unused_params
+        self.mixed_precision = arguments.mixed_precision
+        self._precision = None
+        if arguments.mixed_precision is not None:
+            self._precision = MixedPrecision(arguments.mixed_precision, module, self.parameters_to_ignore)
+        if arguments.device_mesh is not None:
+            self.device_mesh = arguments.device_mesh
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self.bucket_bytes_cap = int(max(bucket_cap_mb_list or [bucket_cap_mb or _STOCK_CAP_MIB]) * MIB)
-        self.bucket_bytes_cap_default = caps is None
-        asked = forward_sync_buffers if forward_sync_buffers is not None else broadcast_buffers
-        self.forward_sync_buffers = asked is not False
-        self._assign_modules_buffers()
+        self.forward_sync_buffers = arguments.syncs_buffers_in_forward
+        self.bucket_bytes_cap = arguments.reported_cap_bytes
+        self.bucket_bytes_cap_list = list(arguments.caps_bytes or ()) if arguments.bucket_cap_mb_list else []
+        self.bucket_bytes_cap_default = arguments.caps_bytes is None
+        self.broadcast_bucket_size = 250 * MIB  # of torch's functions that a program may call with it; ours have theirs
+        self._comm_hooks: list[tuple[Callable, object]] = []
+        self._lazy_init_ran = False
+        self._ddp_sink_clone = True
+        self._use_python_reducer = False
+        self._delay_all_reduce_all_params = False
 
+    def _make_table(self) -> ParameterTable:
+        ignored = self.parameters_to_ignore - {name for name, _ in self._arguments.delay_all_reduce_named_params or ()}
+        return ParameterTable(self.module, ignored)
+
+    def _connect(self, world: World, table: ParameterTable, init_sync: bool) -> None:
+        """Builds all that talks to other ranks; collective. init_sync: compare the models, and take rank 0's values."""
+        arguments = self._arguments
+        self.process_group = world.group
+        self._assign_modules_buffers()
         exchange = world.meet()
         if init_sync:
-            check_same_model(table.names, self._module_parameters, world.global_ranks, exchange)
+            check_same_model(table.names, table.params, world.global_ranks, exchange)
         core_transport = world.connect(exchange)
         stream = _core.InlineStream()
         self._comm = Communicator.over(core_transport, stream)
         if init_sync:
-            buffers_too = forward_sync_buffers is not None or broadcast_buffers is not False
-            broadcast_tensors(self._module_parameters, self._comm)
-            broadcast_tensors(self.modules_buffers if buffers_too else [], self._comm)
-        self.reducer = Reducer(
+            broadcast_tensors(table.params, self._comm)
+            broadcast_tensors(self.modules_buffers if arguments.syncs_buffers_at_init else [], self._comm)
+        own_caps = _OWN_CAPS.get(core_transport.name(), _SOCKET_CAPS)
+        self._reduction = Reducer(
             table,
             self._comm,
             stream,
             core_transport,
-            caps if caps is not None else _OWN_CAPS.get(core_transport.name(), _SOCKET_CAPS),
+            own_caps if arguments.caps_bytes is None else arguments.caps_bytes,
             piece_bytes=_PIECE_BYTES.get(core_transport.name(), 0),
             timeout_s=world.timeout_s,
-            nonfinite=nonfinite,
-            allow_unused=find_unused_parameters,
-            static_graph=static_graph,
-            plan=plan,
-            wire=wire,
+            nonfinite=arguments.nonfinite_policy,
+            allow_unused=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            plan=arguments.plan,
+            delayed=table.indices_of(self._delay_all_reduce_params),
+            skip_unused=self.skip_all_reduce_unused_params,
+            wire=arguments.wire,
         )
-        self.reducer.sync_requested = _requested_by(self)
+        self._reduction.sync_requested = _requested_by(self)
+        if self._precision is not None:
+            self._reduction.on_backward = self._precision.on_backward_end
+        for hook, hook_state in self._comm_hooks:
+            self._add_comm_hook(hook_state, hook)
+        self._passing_sync_batchnorm_handle(self.module)
+        self._offer_torchs_view(table)
+
+    def _offer_torchs_view(self, table: ParameterTable) -> None:
+        """What programs know as `reducer` and `logger`."""
+        self.reducer = TorchReducer(self, table.indices_of(self._build_params_for_reducer()[0]))
+        self.logger = Logger(self)
+        self.reducer.set_logger(self.logger)
+        self.logger.set_construction_data_and_log(
+            type(self.module).__name__,
+            self.device_ids or [],
+            -1 if self.output_device is None else self.output_device,
+            self.forward_sync_buffers,
+            any(isinstance(module, torch.nn.SyncBatchNorm) for module in self.module.modules()),
+            self.static_graph,
+        )
 
     # ---- forward
 
@@ -179,19 +257,28 @@ class DistributedDataParallel(TorchDDP):
             return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple, dict]:
+        if not self._lazy_init_ran:
+            self._lazy_init()
         if torch.is_grad_enabled():
-            self.reducer.before_forward()
-        # Not in an evaluation under no_grad, which one rank may well run alone.
-        if torch.is_grad_enabled() or self.training:
+            if self.require_backward_grad_sync:
+                self.logger.set_runtime_stats_and_log()
+            self._reduction.before_forward()
+        if self._is_training_forward():
             self._meet_peers()
+        if self._precision is not None:
+            inputs, kwargs = self._precision.cast_inputs(inputs, kwargs)
+        if self.device_ids:
+            moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+            return moved_inputs[0], moved_kwargs[0]
         return inputs, kwargs
 
     def _meet_peers(self) -> None:
+        """Before a training forward: those that have joined are told, and buffers are brought together."""
         Join.notify_join_context(self)
-        source: int | None = 0 if self.will_sync_module_buffers() else None
+        syncs, source = self._check_sync_bufs_pre_fwd(), 0
         if self._join_config.enable:
-            source, _ = meet_in_forward(self, joined=False)
-        if source is not None:
+            source, _, _ = meet_in_forward(self, joined=False)
+        if syncs:
             self.sync_buffers(source)
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -199,11 +286,29 @@ class DistributedDataParallel(TorchDDP):
             return self.module(*inputs, **kwargs)
 
     def _post_forward(self, output: Any) -> Any:
+        if self._is_training_forward() and self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
         if torch.is_grad_enabled():
-            self.reducer.after_forward(reduce=self.require_backward_grad_sync)
+            self._reduction.after_forward(reduce=self.require_backward_grad_sync)
+            self.logger.note_forward_end()
             # Left alone by an evaluation: one rank's would make its buffers' next broadcast differ from its peers'.
             self.require_forward_param_sync = self.require_backward_grad_sync
         return output
+
+    def _is_training_forward(self) -> bool:
+        """False in an evaluation under no_grad, which one rank may well run alone."""
+        return torch.is_grad_enabled() or self.training
+
+    @contextmanager
+    @_disable_dynamo(recursive=False)
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        # On torch's own class: dynamo may have taken the name from there before another class was put in its place.
+        with super()._inside_ddp_forward():
+            outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
+            try:
+                yield
+            finally:
+                TorchDDP._active_ddp_module = outer
 
     # ---- buffers
 
@@ -221,26 +326,71 @@ class DistributedDataParallel(TorchDDP):
         return self.require_forward_param_sync and self.forward_sync_buffers and len(self.modules_buffers) > 0
 
     def sync_buffers(self, source: int = 0) -> None:
-        """Gives every rank the buffers of rank `source` of the group; collective. Training forwards do it too."""
+        """Gives every rank the buffers of rank `source` of the group, or calls the buffer hook; collective.
+
+        Training forwards do it already.
+        """
         self._assign_modules_buffers()  # a program may put a new tensor in a buffer's place
         self._sync_module_buffers(source)
 
-    def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        broadcast_tensors(self.modules_buffers, self._comm, authoritative_rank)
-
     def _sync_buffers(self) -> None:
         self.sync_buffers()
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        buffers.sync(self, authoritative_rank)
+
+    def _default_broadcast_coalesced(
+        self, bufs: Sequence[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        broadcast_tensors(self.modules_buffers if bufs is None else bufs, self._comm, authoritative_rank)
+
+    def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
+        sync_batch_norm.serve(module)
 
     # ---- what happened
 
     def trace(self) -> list[TraceEvent]:
         """What the engine recorded of the latest iterations, oldest first."""
-        return read_trace(self.reducer.trace)
+        return read_trace(self._reduction.trace)
 
     @property
     def transport(self) -> str:
         """The name of the transport in use."""
         return self._comm.transport
+
+    # ---- settings that can change
+
+    def _set_static_graph(self) -> None:
+        """What the argument static_graph does; before the first iteration, on every rank."""
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+            return
+        self.reducer._set_static_graph()
+        self.static_graph = True
+        self.logger._set_static_graph()
+        if self.find_unused_parameters:
+            warnings.warn(
+                "You passed find_unused_parameters=true to DistributedDataParallel with static_graph, which finds "
+                "unused parameters by itself: leave it out, and see that which ones are unused does not change",
+                stacklevel=2,
+            )
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
+        """Whether the plan that is in force, or comes into force with the next iteration, is the final one."""
+        return self._reduction.slots.is_final
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Goes on among the ranks of another group; collective over it. Between iterations, on all ranks of the old."""
+        state.move(self, new_process_group)
+
+    # ---- copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        return state.of(self)
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        state.restore(self, attributes)
 
     # ---- communication hooks
 
@@ -253,13 +403,19 @@ class DistributedDataParallel(TorchDDP):
         a parameter is unfrozen or replaced, sparse ones) are averaged without the hook. RuntimeError beside wire_dtype.
         """
         check_hook(hook)
-        refuse_beside_hooks(self.reducer.slots.wire)
-        caps = self._caps if self._caps is not None else HOOK_CAPS
-        self.reducer.add_comm_hook(state, hook, caps, self.process_group)
+        refuse_beside_hooks(self._arguments.wire)
+        self._add_comm_hook(state, hook)
+        self._comm_hooks.append((hook, state))
+        self.logger._set_comm_hook_name(name_of(hook))
+
+    def _add_comm_hook(self, state: object, hook: Callable) -> None:
+        caps = self._arguments.caps_bytes if self._arguments.caps_bytes is not None else HOOK_CAPS
+        self._reduction.add_comm_hook(state, hook, caps, self.process_group)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         if (hook := builtin_hook(comm_hook_type)) is not None:
             self.register_comm_hook(self.process_group, hook)
+        self.logger._set_comm_hook_name(str(comm_hook_type))
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         """Has an optimizer made that steps a bucket's parameters as soon as it is reduced, as torch's class does."""
@@ -282,91 +438,17 @@ class DistributedDataParallel(TorchDDP):
         counts: those of one process on everything together, however uneven the ranks' shares. All ranks give weights in
         an iteration or none does, else it raises StepFailed. count: a number of 0 or more, or a tensor of one element.
         """
-        self.reducer.weight.add(count)
+        self._reduction.weight.add(count)
         yield
 
-    # ---- not served yet
+    # ---- uneven inputs
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch's Join context; takes divide_by_initial_world_size, see join()."""
         return DdpJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
 
-    def _register_buffer_comm_hook(self, state: Any, hook: Any, comm_hook_location: Any = None) -> None:
-        raise NotImplementedError("_register_buffer_comm_hook is not served yet")
-
-    def __getstate__(self) -> Any:
-        raise NotImplementedError("pickling and deepcopy of the wrapper are not served yet; use its .module")
-
 
 def _requested_by(ddp: DistributedDataParallel) -> Any:
     """Whether gradients are to be reduced in a backward that no forward of the wrapper came before."""
-    import weakref
-
     reference = weakref.ref(ddp)
     return lambda: getattr(reference(), "require_backward_grad_sync", True)
-
-
-def _refuse_unserved(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(f"argument {name} is not served yet")
-
-
-def _bucket_caps(cap_mb: float | None, cap_mb_list: list[float] | None) -> tuple[int, ...] | None:
-    """The caps in bytes that the arguments ask for, None for our own plan."""
-    if cap_mb is None and not cap_mb_list:
-        return None
-    caps: list[Any] = list(cap_mb_list) if cap_mb_list else [cap_mb]
-    for cap in caps:
-        if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not (0 <= cap < math.inf):
-            name = "bucket_cap_mb_list" if cap_mb_list else "bucket_cap_mb"
-            raise ValueError(f"{name} is {cap_mb_list or cap_mb!r}, accepted is a number of MiB, 0 or more")
-    return tuple(int(cap * MIB) for cap in caps)
-
-
-def _check_module(params: list[torch.nn.Parameter], device_ids: Any, output_device: Any) -> None:
-    if not any(p.requires_grad for p in params):
-        raise RuntimeError(
-            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
-        )
-    if device_ids is not None and len(device_ids) > 1:
-        raise ValueError("device_ids can only be None or contain a single element.")
-    for param in params:
-        if isinstance(param, torch.nn.parameter.UninitializedParameter):
-            raise RuntimeError(
-                "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
-                "Run a dummy forward pass to correctly initialize the modules"
-            )
-    types = {p.device.type for p in params}
-    if len(types) > 1:
-        raise ValueError(
-            "DistributedDataParallel's input module must be on the same type of devices, but input module parameters "
-            f"locate in {types}."
-        )
-    if types != {"cpu"}:
-        raise NotImplementedError(f"parameters on {types.pop()} devices are not served yet, only those on the CPU")
-    if device_ids or output_device:
-        raise ValueError(
-            "DistributedDataParallel device_ids and output_device arguments only work with "
-            "single-device/multiple-device GPU modules or CPU modules, but got device_ids "
-            f"{device_ids}, output_device {output_device}, and module "
-            f"parameters { ({p.device for p in params}) }."
-        )
-
-
-def _warn_deprecated(broadcast_buffers: bool | None, forward_sync_buffers: bool | None, check_reduction: bool) -> None:
-    import warnings
-
-    if broadcast_buffers is not None and forward_sync_buffers is not None:
-        warnings.warn(
-            "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is deprecated and "
-            "its value is ignored when `forward_sync_buffers` is provided.",
-            FutureWarning,
-            stacklevel=3,
-        )
-    if check_reduction:
-        warnings.warn(
-            "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
-            FutureWarning,
-            stacklevel=3,
-        )

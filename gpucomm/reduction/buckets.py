@@ -253,10 +253,6 @@ class BucketMemory:
         """All tensors that lie in this memory now are ours."""
         self._uses = [_use_count(storage._cdata) for storage in self._storages]
 
-    def flat_as(self, dtype: torch.dtype) -> torch.Tensor:
-        """All of it as elements of a slot's tensor dtype: pairs of real numbers as complex ones."""
-        return torch.view_as_complex(self.flat.view(-1, 2)) if dtype.is_complex else self.flat
-
     def aliased(self) -> bool:
         """True if a tensor besides ours lies in this memory: somebody keeps (part of) a gradient."""
         return any(_use_count(storage._cdata) > uses for storage, uses in zip(self._storages, self._uses, strict=True))

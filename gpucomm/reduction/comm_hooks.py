@@ -12,7 +12,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 
 from gpucomm import _core
 from gpucomm.errors import CommTimeout, text_of
-from gpucomm.reduction.buckets import BucketMemory
 from gpucomm.reduction.slots import Slots
 
 Hook = Callable[[Any, Any], torch.futures.Future]
@@ -32,13 +31,13 @@ class GradBucket:
     future is complete.
     """
 
-    def __init__(self, index: int, memory: BucketMemory, params: list, gradients: list, is_last: bool) -> None:
+    def __init__(self, index: int, flat: torch.Tensor, params: list, gradients: list, is_last: bool) -> None:
         self._index = index
-        self._memory = memory
+        self._flat = flat
         self._params = params
         self._gradients = gradients
         self._is_last = is_last
-        self._buffer = memory.flat_as(gradients[0].dtype if gradients else memory.flat.dtype)
+        self._buffer = flat
 
     def index(self) -> int:
         """In the order in which buckets are reduced, from 0."""
@@ -65,7 +64,7 @@ class GradBucket:
 
     def take(self, result: torch.Tensor) -> None:
         """Makes what a hook's future holds the content of the bucket. Raises ValueError if it has another size."""
-        flat = self._memory.flat_as(self._gradients[0].dtype)
+        flat = self._flat
         if flat.is_complex() and not result.is_complex():
             flat = torch.view_as_real(flat)  # what torch's collectives make of complex tensors
         if result.numel() != flat.numel():
@@ -75,7 +74,7 @@ class GradBucket:
             )
         if result.data_ptr() != flat.data_ptr():
             flat.copy_(result.detach().reshape(flat.shape))
-        self._buffer = self._memory.flat_as(self._gradients[0].dtype)
+        self._buffer = self._flat
 
 
 class CommHooks:
@@ -134,7 +133,7 @@ class CommHooks:
             if not must:
                 return False
             self._wait(before)
-        self._in_flight.append(self._call(hook, state, self._bucket(index)))
+        self._in_flight.append(self._call(hook, state, self._bucket(index, self._slots.memories[index].flat)))
         return True
 
     def finish(self) -> None:
@@ -168,6 +167,10 @@ class CommHooks:
         hook, state = self._hooks[0]
         return self._call(hook, state, bucket)[1]
 
+    def zero_buckets(self) -> list[GradBucket]:
+        """Like those of the plan in force, in memory of their own."""
+        return [self._bucket(index, torch.zeros_like(memory.flat)) for index, memory in enumerate(self._slots.memories)]
+
     # ----
 
     def _raise_if_peer_raised(self) -> None:
@@ -175,12 +178,14 @@ class CommHooks:
             self.raised = True
             raise PeerHookRaised(text)
 
-    def _bucket(self, index: int) -> GradBucket:
-        plan, slots = self._slots.plan, self._slots
-        members = [slot.parameter for slot in plan.buckets[index].slots]
+    def _bucket(self, index: int, flat: torch.Tensor) -> GradBucket:
+        plan, specs = self._slots.plan, self._slots.specs
+        slots = plan.buckets[index].slots
+        grads = [specs[slot.parameter].view(flat.untyped_storage(), slot.offset) for slot in slots]
+        if grads[0].is_complex():
+            flat = torch.view_as_complex(flat.view(-1, 2))
         last = max(i for i, bucket in enumerate(plan.buckets) if bucket.numel > 0)
-        views = [slots.view(i) for i in members]
-        return GradBucket(index, slots.memories[index], [self._params[i] for i in members], views, index == last)
+        return GradBucket(index, flat, [self._params[slot.parameter] for slot in slots], grads, index == last)
 
     def _call(self, hook: Hook, state: object, bucket: GradBucket) -> tuple[GradBucket, torch.futures.Future]:
         try:

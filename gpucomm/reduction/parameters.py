@@ -5,7 +5,7 @@ submodule). Torch tells of each registration; the new object then takes over the
 """
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import nn
@@ -72,6 +72,11 @@ class ParameterTable:
         module, name = self._place_of[index]
         found = module._parameters.get(name)
         return found is self.params[index] or not isinstance(found, nn.Parameter)  # functional_call's last for one call
+
+    def indices_of(self, params: Iterable[nn.Parameter]) -> list[int]:
+        """Of objects that are in the table now."""
+        index_of = {id(param): index for index, param in enumerate(self.params)}
+        return [index_of[id(param)] for param in params]
 
     def look_again(self) -> None:
         """Makes the next refresh() compare everything."""

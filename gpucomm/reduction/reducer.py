@@ -17,7 +17,7 @@ import json
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from threading import get_ident
 from typing import NoReturn
 
@@ -42,7 +42,7 @@ from gpucomm.reduction.hooks import Hooks
 from gpucomm.reduction.local import local_grad, placed_like
 from gpucomm.reduction.parameters import ParameterTable
 from gpucomm.reduction.second_round import SecondRound
-from gpucomm.reduction.sharing import claim, enlist
+from gpucomm.reduction.sharing import claim, enlist, retire
 from gpucomm.reduction.slots import Slots
 from gpucomm.reduction.usage import Usage
 from gpucomm.reduction.verdict import check_loops, differing_forwards, mean_factor
@@ -54,7 +54,7 @@ from gpucomm.transport import Transport
 class Reducer:
     """Owns the engine, the slots and the hooks of the parameters of one wrapper.
 
-    table: all parameters of the module, the same on every rank. caps, plan: see Slots.
+    table: all parameters of the module, the same on every rank. caps, plan, delayed, skip_unused: see Slots.
     timeout_s: for waits that are not the transport's.
     piece_bytes: buckets are packed and reduced in pieces of this size, 0: each as a whole.
     allow_unused, static_graph: see Usage. nonfinite: see FiniteCheck. wire: how gradients travel, see Wire.
@@ -75,6 +75,8 @@ class Reducer:
         static_graph: bool,
         nonfinite: str = "pass",
         plan: BucketPlan | None = None,
+        delayed: Collection[int] = (),
+        skip_unused: bool = False,
         wire: Wire | None = None,
     ) -> None:
         self.table = table
@@ -85,7 +87,9 @@ class Reducer:
         self.transport = transport
         self.trace = _core.Trace()
         self.engine = _core.Engine(transport, stream, self.trace, len(self.params), piece_bytes=piece_bytes)
-        self.slots = Slots(self.params, self.engine, transport, caps, plan, wire or Wire(), table.sparse)
+        self.slots = Slots(
+            self.params, self.engine, transport, caps, plan, wire or Wire(), table.sparse, delayed, skip_unused
+        )
         self.sync_requested: Callable[[], bool] = lambda: True
 
         self.weight = Weight()
@@ -116,6 +120,10 @@ class Reducer:
         self._hooks = Hooks(table, self._make_hook)
         self._hooks.set_layouts(self.slots.views, self.slots.wire)
         table.on_replace = _weakly(self, "_on_replaced_parameter")
+        self.on_reduced: list[Callable[[], None]] = []  # each is called once, when the next reduction is complete
+        self.on_backward: Callable[[bool], None] = lambda reduced: None  # before its gradients are completed
+        self.on_error: Callable[[str], None] = lambda text: None  # is told what an iteration raises
+        self.unused: list[int] = []  # parameters that this rank had no gradient for in the last reduction
         self.active = True
         enlist(self)
         claim(self)
@@ -129,15 +137,29 @@ class Reducer:
 
     def before_forward(self) -> None:
         """A forward of the wrapper with gradients enabled begins: raises what the iteration before left to say."""
-        self._notice_abandoned_backward()
-        self._raise_failure()
-        if self._usage.error is not None:
-            raise RuntimeError(self._usage.error)
+        self.check_finished()
         if not self._hooks.is_attached(self._witness):
             self._hooks.attach_all()
         self.table.refresh()
         if not self.active:
             claim(self)
+
+    def check_finished(self) -> None:
+        """Raises RuntimeError if the iteration before was not reduced as it should have been."""
+        self._notice_abandoned_backward()
+        try:
+            self._raise_failure()
+            if self._usage.error is not None:
+                raise RuntimeError(self._usage.error)
+        except RuntimeError as error:
+            self.on_error(str(error))
+            raise
+
+    def expect_reduction(self) -> None:
+        """The backward that follows is reduced, whatever the last forward asked for."""
+        if not self.active:
+            claim(self)
+        self._reduce_next = self._owes_reduction = True
 
     def _notice_abandoned_backward(self) -> None:
         """A backward of this thread raised where nothing told of it: the graph is still kept, and its end with it."""
@@ -259,6 +281,7 @@ class Reducer:
 
     @torch.no_grad()
     def _on_backward_end(self) -> None:
+        self.on_backward(self.engine.mode == _core.Mode.REDUCE)
         if self.engine.mode == _core.Mode.LOCAL:
             self.engine.disarm()
             fault, self._fault = self._fault, None
@@ -272,14 +295,22 @@ class Reducer:
             if not self.joined:
                 self._complete_missing()
             self._finish()
-        except StepFailed:
+        except StepFailed as error:
             self._spoiled = True
+            self.on_error(text_of(error))
             raise
         except BaseException as error:
+            self.on_error(text_of(error))
             self._break(error)
             raise
         finally:
             self._reset()
+        while self.on_reduced:
+            self.on_reduced.pop(0)()
+        if (text := self._usage.change) is not None:
+            self._usage.change = None
+            self.on_error(text)
+            raise RuntimeError(text)
         self._give_warnings()
 
     def _finish(self) -> None:
@@ -295,13 +326,13 @@ class Reducer:
         # With communication hooks the ranks may each have something else.
         means = iter(()) if self.comm_hooks is not None else self._means(verdict)
         self.finite.judge(verdict, means, self.transport.global_rank)
+        self._usage.note(verdict)
         if not verdict.all_used or self._usage.static_graph:
-            planned = [i for i in self.plan.parameters if self.slots.specs[i].numel > 0]
-            self._usage.check(verdict, planned, self.params, self.comm)
+            self._usage.check(verdict, self.slots.expected(), self)
         if not self.joined:
             self._unpack(verdict)
         if not self.slots.is_final and self.slots.next_plan is None:
-            self.slots.plan_ready_order(self.comm)
+            self.slots.plan_ready_order(self.comm, verdict)
         self._spoiled = False
 
     def _scale(self, factor: float) -> None:
@@ -343,6 +374,7 @@ class Reducer:
                 if self.params[index].grad is not None:
                     self._hooks.call(index)
             missing = self.engine.missing()
+        self.unused = missing
         for index in missing:
             grad = local_grad(self.params[index])
             view = self.slots.fitting_view(index, grad) if grad is not None else None
@@ -543,10 +575,27 @@ class Reducer:
             self.slots.plan_without_gaps(caps)
         self.comm_hooks.add(state, hook)
 
+    def set_static_graph(self) -> None:
+        """Which parameters are used is the same in all iterations from now on."""
+        self._usage.static_graph = True
+
+    @property
+    def graph_is_static(self) -> bool:
+        """Whether the same parameters were used by all ranks in every iteration so far."""
+        return self._usage.is_constant
+
+    def call_hook(self, index: int) -> None:
+        """What autograd does when the parameter's gradient is accumulated."""
+        self._hooks.call(index)
+
+    def detach_hooks(self) -> None:
+        """Gradients stay local from now on, and nothing is raised about them."""
+        self._hooks.detach()
+
     def close(self) -> None:
         """Takes the hooks off the parameters and lets go of the transport."""
         self._hooks.detach()
-        self.active = False
+        retire(self)
         self.comm.close()
 
     def __del__(self) -> None:

@@ -28,6 +28,12 @@ def claim(reducer: "Reducer") -> None:
     reducer.orphans = frozenset()
 
 
+def retire(reducer: "Reducer") -> None:
+    """Counts it no longer: it reduces nothing, and no optimizer is refused on its account."""
+    reducer.active = False
+    _live.discard(reducer)
+
+
 def _check_live(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     for reducer in _live:
         reducer.check_before_step(optimizer)

@@ -4,7 +4,7 @@ A new plan is made at the end of an iteration and comes into force when the next
 """
 
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 
 import torch
 
@@ -21,6 +21,8 @@ class Slots:
     params: a parameter for each index, the list of the table. caps: see BucketPlan.build. plan: a checked plan to use
     from the start and keep; else one in registration order, to be followed by one in ready order. wire: how gradients
     travel. sparse: indices of parameters whose gradients are expected to be sparse; a bucket has no slot for these.
+    delayed: indices of those that are reduced together, after all others. skip_unused: the plan in ready order leaves
+    out what nobody used; should it be used later, it goes in a second round and has a slot from then on.
 
     views: what of each parameter's gradient this rank holds, in its slot or unpacked beside it; None: no slot. grads:
     what is installed as `.grad`: the view, or a distributed tensor around it.
@@ -35,6 +37,8 @@ class Slots:
         plan: BucketPlan | None,
         wire: Wire,
         sparse: Container[int] = (),
+        delayed: Collection[int] = (),
+        skip_unused: bool = False,
     ) -> None:
         self.is_final = plan is not None
         self._params = params
@@ -44,6 +48,8 @@ class Slots:
         self.wire = wire
         self._sparse = sparse
         self._alignment = SLOT_ALIGNMENT
+        self.delayed = frozenset(delayed)
+        self._skip_unused = skip_unused
         self.next_plan: BucketPlan | None = None
         self._next_specs: list[ParameterSpec] = []
         self.plan_next(plan or self._registration_order_plan())
@@ -95,6 +101,10 @@ class Slots:
         """The bucket of a parameter that has a slot."""
         return self._bucket_of[index]
 
+    def expected(self) -> list[int]:
+        """Parameters in the plan that are to get a gradient in each iteration, unless told otherwise."""
+        return [i for i in self.plan.parameters if self.specs[i].numel > 0 and i not in self.delayed]
+
     def view(self, index: int) -> torch.Tensor:
         """The view of a parameter that has a slot."""
         view = self.views[index]
@@ -144,8 +154,11 @@ class Slots:
         self.next_plan = plan
         self._next_specs = self._specs_now()
 
-    def plan_ready_order(self, comm: Communicator) -> None:
-        """Plans in the order in which rank 0's gradients became ready, the rest last, for good; collective."""
+    def plan_ready_order(self, comm: Communicator, verdict: _core.Verdict) -> None:
+        """Plans in the order in which rank 0's gradients became ready, the rest last, for good; collective.
+
+        verdict: of the iteration that just ended.
+        """
         order = torch.full((len(self._params),), -1, dtype=torch.int32)
         ready = self._engine.ready_order
         order[: len(ready)] = torch.tensor(ready, dtype=torch.int32)
@@ -153,7 +166,9 @@ class Slots:
         first = [i for i in order.tolist() if i >= 0]
         seen = set(first)
         rest = [i for i in self.plan.parameters if i not in seen]
-        plan = BucketPlan.build(self._specs_now(), first + rest, self._caps, self._alignment)
+        if self._skip_unused:
+            rest = [i for i in rest if verdict.is_used(i)]
+        plan = self._build(self._specs_now(), first + rest)
         self.plan_next(None if plan == self.plan else plan)
         self.is_final = True
 
@@ -170,13 +185,18 @@ class Slots:
         if fits and not new and len(order) == len(self.plan.parameters):
             self.plan_next(None)
         else:
-            self.plan_next(BucketPlan.build(specs, order + new, self._caps, self._alignment))
+            self.plan_next(self._build(specs, order + new))
 
     def _registration_order_plan(self) -> BucketPlan:
-        order = [
-            i for i in reversed(range(len(self._params))) if self._params[i].requires_grad and i not in self._sparse
-        ]
-        return BucketPlan.build(self._specs_now(), order, self._caps, self._alignment)
+        trainable = [i for i, param in enumerate(self._params) if param.requires_grad and i not in self._sparse]
+        return self._build(self._specs_now(), trainable[::-1])
+
+    def _build(self, specs: list[ParameterSpec], order: list[int]) -> BucketPlan:
+        punctual = [i for i in order if i not in self.delayed]
+        delayed = [i for i in order if i in self.delayed]
+        plan = BucketPlan.build(specs, punctual, self._caps, self._alignment)
+        last = BucketPlan.build(specs, delayed, [sys.maxsize], self._alignment)
+        return BucketPlan(plan.buckets + last.buckets)
 
     def _specs_now(self) -> list[ParameterSpec]:
         return [ParameterSpec.of(p, self.wire) for p in self._params]

@@ -37,12 +37,15 @@ class Wire:
 
 
 def narrow_wire(dtype: torch.dtype | None) -> Wire:
-    """fp32 gradients travel as `dtype`, all others as they are. Raises ValueError for one that is not accepted."""
-    if dtype is None:
-        return Wire()
-    if dtype not in WIRE_DTYPES.values():
+    """fp32 gradients travel as `dtype`, all others as they are."""
+    return Wire() if dtype is None else Wire({torch.float32: dtype})
+
+
+def check_wire_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype. Raises ValueError for one that is not accepted."""
+    if dtype is not None and dtype not in WIRE_DTYPES.values():
         raise ValueError(f"wire_dtype is {dtype!r}, accepted are None, torch.bfloat16 and torch.float16")
-    return Wire({torch.float32: dtype})
+    return dtype
 
 
 def refuse_beside_hooks(wire: Wire) -> None:
