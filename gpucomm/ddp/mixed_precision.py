@@ -15,6 +15,7 @@ import torch
 from torch.distributed.utils import _cast_forward_inputs
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gpucomm.reduction.local import is_distributed
 from gpucomm.reduction.wire import Wire
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -61,6 +62,9 @@ class MixedPrecision:
         self._lowered: list[_Lowered] = []
         self._was_lowered = False
         self._wide_buffers: dict[str, torch.dtype] = {}
+        for name, param in module.named_parameters():
+            if is_distributed(param) and config.param_dtype is not None:
+                raise NotImplementedError(f"parameter '{name}' is distributed: param_dtype is not served for those")
         for param in self._served_parameters():
             _note(param, param.data, torch.empty(0, dtype=config.param_dtype or param.dtype))
         self._cast_buffers()
