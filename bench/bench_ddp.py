@@ -3,85 +3,30 @@
     python bench/bench_ddp.py                          # all models on 2 ranks; see bench/README.md for the columns
     python bench/bench_ddp.py --models gpt10m,vit --ranks 2,4 --out ddp.jsonl
 
-Every arm has its own copy of the model and runs in the same processes. `zero_grad(set_to_none=True)` is outside the
-timed part in all arms alike; no optimizer runs, so each arm must produce the same averaged gradients in every step,
-and each sample is checked: bitwise on up to two ranks, to rounding on more, where the order of summation is the
-arm's own.
+steps.py says what a step is and how it is checked.
 """
 
 import argparse
-import copy
 
-import torch
-import torch.distributed as dist
-from harness import Sampler, Series, World, base_parser, calibrate, interleave, main, one_of, ratio, rounds_within
+from harness import Series, World, base_parser, calibrate, interleave, main, one_of, ratio, rounds_within
 from models import WORKLOADS, build
 from records import Record, Table, spread
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as StockDdp
+from steps import ARMS, Steps, wrap
 
-ARMS = ("none", "stock", "stock_views", "ours")
 COLUMNS = {"model": 11, "P": 2, "params": 9, "tensors": 7, "arm": 11, "ms": 7, "p10": 7, "p90": 7}
 COLUMNS |= {"/stock_views": 12, "p10 ": 6, "p90 ": 6, "removed": 7, "rounds": 6, "#wrong": 6}
-RELATIVE_TOLERANCE = 1e-5
 FEWEST_ROUNDS = 20
 
 
-def wrap(arm: str, module: nn.Module, transport: str) -> nn.Module:
-    if arm == "none":
-        return module
-    if arm == "ours":
-        import gpucomm
-
-        return gpucomm.DistributedDataParallel(module, transport=transport)
-    return StockDdp(module, gradient_as_bucket_view=arm == "stock_views")
-
-
-def mean_gradients(module: nn.Module, size: int) -> list[torch.Tensor]:
-    """The mean over ranks of a plain module's gradients, in parameter order."""
-    means = [param.grad.clone() for param in module.parameters()]
-    for mean in means:
-        dist.all_reduce(mean)
-        mean /= size
-    return means
-
-
-def count_wrong(module: nn.Module, expected: list[torch.Tensor], exact: bool) -> int:
-    """Elements of the gradients that are not as expected; a missing gradient counts whole."""
-    wrong = 0
-    for param, mean in zip(module.parameters(), expected, strict=True):
-        if param.grad is None:
-            wrong += mean.numel()
-        elif exact:
-            wrong += int((param.grad != mean).sum())
-        else:
-            scale = mean.abs().max() + mean.abs()
-            wrong += int((~((param.grad - mean).abs() <= RELATIVE_TOLERANCE * scale)).sum())
-    return wrong
-
-
 def measure(world: World, args: argparse.Namespace, name: str) -> tuple[dict[str, Series], dict]:
-    workload = build(name, world.rank, args.quick)
-    plain, inputs = workload.module, workload.inputs
-    plain(*inputs).backward()
-    local = [param.grad.clone() for param in plain.parameters()]
-    means = mean_gradients(plain, world.size)
-    plain.zero_grad(set_to_none=True)
-    facts = {"parameters": sum(mean.numel() for mean in means), "tensors": len(means), "transport": None}
+    steps = Steps(world, build(name, world.rank, args.quick))
+    facts = {"parameters": steps.parameters, "tensors": steps.tensors, "transport": None}
     samplers = []
     for arm in args.arms:
-        module = wrap(arm, copy.deepcopy(plain), args.transport)
+        module = wrap(arm, steps.copy_of_module(), args.transport)
         if arm == "ours":
             facts["transport"] = module.transport
-        expected, exact = (local, True) if arm == "none" else (means, world.size <= 2)
-        samplers.append(
-            Sampler(
-                arm,
-                prepare=lambda module=module: module.zero_grad(set_to_none=True),
-                run=lambda module=module: module(*inputs).backward(),
-                check=lambda _, module=module, expected=expected, exact=exact: count_wrong(module, expected, exact),
-            )
-        )
+        samplers.append(steps.sampler(arm, module, reduced=arm != "none"))
     round_s = calibrate(world, samplers, sample_us=0.0, limits=(1, 1))
     limits = (2, 4) if args.quick else (FEWEST_ROUNDS, args.rounds)
     return interleave(world, samplers, rounds_within(world, round_s, args.seconds, limits)), facts

@@ -17,13 +17,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from gate import Gate
-from launch import LaunchError, is_rank, mpi_missing, start_ranks
+from launch import Hosts, LaunchError, exit_on_sigterm, is_rank, mpi_missing, start_ranks, this_host
 
 _WARM_UP_SAMPLES = 3  # first calls connect, allocate and fault pages in; DDP makes its final buckets after one step
 # A single sample under load misjudges an arm by far: the loop grows step by step, each judged by a longer sample.
@@ -90,11 +91,15 @@ class Sampler:
 
 @dataclass
 class Series:
-    """An arm's samples: microseconds per operation, one per round; wrong elements of all ranks and rounds."""
+    """An arm's samples: microseconds per operation, one per round; wrong elements of all ranks and rounds.
+
+    start_ns: when the first rank began, one per round, on the samplers' clock.
+    """
 
     us: torch.Tensor
     wrong: int
     ops: int
+    start_ns: torch.Tensor
 
 
 def interleave(world: World, samplers: Sequence[Sampler], rounds: int) -> dict[str, Series]:
@@ -107,8 +112,9 @@ def interleave(world: World, samplers: Sequence[Sampler], rounds: int) -> dict[s
     by_rank = torch.stack(world.gather(raw))
     first_start, last_end = by_rank[..., 0].amin(0), by_rank[..., 1].amax(0)
     wrong = by_rank[..., 2].sum(dim=(0, 2))
+    us = (last_end - first_start) / 1e3
     return {
-        sampler.name: Series((last_end - first_start)[index] / 1e3 / sampler.ops, int(wrong[index]), sampler.ops)
+        sampler.name: Series(us[index] / sampler.ops, int(wrong[index]), sampler.ops, first_start[index])
         for index, sampler in enumerate(samplers)
     }
 
@@ -158,8 +164,13 @@ def base_parser(description: str, ranks: str, arms: Sequence[str]) -> argparse.A
     return parser
 
 
-def main(script: str, parser: argparse.ArgumentParser, body: Callable[[World, argparse.Namespace], None]) -> None:
-    """The parent starts one process set per world size; in a rank, calls `body` with the world."""
+def main(
+    script: str,
+    parser: argparse.ArgumentParser,
+    body: Callable[[World, argparse.Namespace], None],
+    hosts: Callable[[int], AbstractContextManager[Hosts]] = this_host,
+) -> None:
+    """The parent starts one process set per world size, on `hosts(size)`; in a rank, calls `body` with the world."""
     args = parser.parse_args()
     named = args.arms is not None
     args.arms = args.arms if named else args.known_arms
@@ -179,7 +190,8 @@ def main(script: str, parser: argparse.ArgumentParser, body: Callable[[World, ar
             parser.error(f"--out {args.out}: {error.strerror}")
     for size in args.ranks:
         try:
-            start_ranks(script, sys.argv[1:], size, with_mpi, args.timeout_s)
+            with exit_on_sigterm(), hosts(size) as places:
+                start_ranks(script, sys.argv[1:], places, with_mpi, args.timeout_s)
         except LaunchError as error:
             parser.exit(1, f"{parser.prog}: world size {size}: {error}\n")
 
@@ -189,7 +201,9 @@ def _run_rank(args: argparse.Namespace, body: Callable[[World, argparse.Namespac
     size = int(env["GPUCOMM_BENCH_SIZE"])
     rank = int(env["OMPI_COMM_WORLD_RANK" if env["GPUCOMM_BENCH_LAUNCHER"] == "mpirun" else "GPUCOMM_BENCH_RANK"])
     timeout = timedelta(seconds=args.timeout_s)
-    store = dist.TCPStore("127.0.0.1", int(env["GPUCOMM_BENCH_STORE_PORT"]), is_master=False, timeout=timeout)
+    serves = rank == 0 and env["GPUCOMM_BENCH_STORE_SERVER"] == "rank 0"
+    port = int(env["GPUCOMM_BENCH_STORE_PORT"])
+    store = dist.TCPStore(env["GPUCOMM_BENCH_STORE_HOST"], port, is_master=serves, timeout=timeout)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     gc.disable()  # a collection inside one arm's sample would be charged to that arm

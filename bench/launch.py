@@ -5,12 +5,15 @@ With Open MPI among the arms the ranks are started by mpirun (without binding), 
 one process set.
 """
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from gate import Gate
@@ -24,7 +27,35 @@ _POLL_S = 0.1
 
 
 class LaunchError(RuntimeError):
-    """A rank of a process set ended with an error, or the set ran past its deadline."""
+    """A process set cannot be started here, a rank of it ended with an error, or it ran past its deadline."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where the ranks run. prefixes: by rank, the words before its command line; env: variables for all of them.
+
+    store_address: where rank 0 listens for the others, host and port; None: the parent does, on this host.
+    """
+
+    prefixes: Sequence[Sequence[str]]
+    env: Mapping[str, str] = field(default_factory=dict)
+    store_address: tuple[str, int] | None = None
+
+
+@contextlib.contextmanager
+def this_host(size: int) -> Iterator[Hosts]:
+    """All ranks beside their parent."""
+    yield Hosts([()] * size)
+
+
+@contextlib.contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Its default action would leave behind the ranks, and what was made for them."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def is_rank() -> bool:
@@ -40,33 +71,41 @@ def mpi_missing() -> str | None:
     return "mpi4py is not installed" if probe.returncode else None
 
 
-def start_ranks(script: str, argv: list[str], size: int, with_mpi: bool, timeout_s: float) -> None:
-    """Runs `script argv` as `size` ranks and waits for them; LaunchError names the first rank that failed."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+def start_ranks(script: str, argv: list[str], hosts: Hosts, with_mpi: bool, timeout_s: float) -> None:
+    """Runs `script argv` as one rank for each of the hosts and waits; LaunchError names the first rank that failed."""
+    size = len(hosts.prefixes)
+    address, served = hosts.store_address, None
+    if address is None:
+        wait = timedelta(seconds=timeout_s)
+        served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)
+        address = ("127.0.0.1", served.port)
     gate = os.memfd_create("gpucomm_bench_gate")  # opened by the ranks through /proc: no name, nothing left behind
     with os.fdopen(gate, "wb"):
         os.truncate(gate, Gate.bytes_for(size))
         env = os.environ | {
             "GPUCOMM_BENCH_SIZE": str(size),
-            "GPUCOMM_BENCH_STORE_PORT": str(store.port),
+            "GPUCOMM_BENCH_STORE_HOST": address[0],
+            "GPUCOMM_BENCH_STORE_PORT": str(address[1]),
+            "GPUCOMM_BENCH_STORE_SERVER": "rank 0" if served is None else "parent",
             "GPUCOMM_BENCH_GATE": f"/proc/{os.getpid()}/fd/{gate}",
             "GPUCOMM_BENCH_LAUNCHER": "mpirun" if with_mpi else "processes",
             "OMP_NUM_THREADS": "1",
             "MALLOC_MMAP_THRESHOLD_": _MALLOC_MMAP_BYTES,
             "MALLOC_TRIM_THRESHOLD_": _MALLOC_KEEP_BYTES,
         }
+        env |= hosts.env
         command = [sys.executable, script, *argv]
-        if with_mpi:
-            processes = [subprocess.Popen(_mpirun(size) + command, env=env)]
-        else:
-            processes = [subprocess.Popen(command, env=env | {"GPUCOMM_BENCH_RANK": str(rank)}) for rank in range(size)]
-        # The default action of SIGTERM would leave the ranks behind.
-        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        processes: list[subprocess.Popen] = []
         try:
+            if with_mpi:
+                processes.append(subprocess.Popen(_mpirun(size) + command, env=env))
+            else:
+                for rank, prefix in enumerate(hosts.prefixes):
+                    ranked = env | {"GPUCOMM_BENCH_RANK": str(rank)}
+                    processes.append(subprocess.Popen([*prefix, *command], env=ranked))
             _wait_for(processes, timeout_s)
         finally:
             _end(processes)
-            signal.signal(signal.SIGTERM, before)
 
 
 def _mpirun(size: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""The eight models of bench_ddp: what data-parallel jobs are made of, each with a fixed batch per rank.
+"""The models of the benchmarks: what data-parallel jobs are made of, each with a fixed batch per rank.
 
 A workload is a module whose forward returns the loss, and its inputs. Seeds: the parameters' is the same on all
 ranks, the batch's is the rank's. Nothing is random after construction, so every step of every arm yields the same
@@ -161,6 +161,23 @@ def vit(depth: int, width: int, heads: int, batch: int) -> Workload:
     return Workload(Classification(body), (torch.randn(batch, 3, 32, 32), torch.randint(100, (batch,))))
 
 
+class Deep(nn.Module):
+    """`count` linear modules, each beside a residual connection, so that gradients keep their size all the way down."""
+
+    def __init__(self, count: int, width: int):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = x + part(x).tanh() / len(self.parts)
+        return x
+
+
+def deep(count: int, width: int, batch: int) -> Workload:
+    return Workload(Regression(Deep(count, width)), (torch.randn(batch, width), torch.randn(batch, width)))
+
+
 # Name -> (as measured, as in a smoke run).
 WORKLOADS: dict[str, tuple[Callable[[], Workload], Callable[[], Workload]]] = {
     "tensors240": (lambda: layers(120, 128, 64), lambda: layers(120, 16, 4)),
@@ -172,11 +189,15 @@ WORKLOADS: dict[str, tuple[Callable[[], Workload], Callable[[], Workload]]] = {
     "vit": (lambda: vit(6, 192, 3, 4), lambda: vit(2, 32, 2, 1)),
     "layer64m": (lambda: layers(1, 8000, 4), lambda: layers(1, 256, 2)),
 }
+# Beside them, of bench_unused: 1,000 modules.
+OTHERS: dict[str, tuple[Callable[[], Workload], Callable[[], Workload]]] = {
+    "modules1000": (lambda: deep(1000, 64, 64), lambda: deep(10, 8, 2)),
+}
 
 
 def build(name: str, rank: int, quick: bool) -> Workload:
     """The workload of `name`: parameters equal on all ranks, the batch this rank's own."""
-    make = WORKLOADS[name][1 if quick else 0]
+    make = (WORKLOADS | OTHERS)[name][1 if quick else 0]
     torch.manual_seed(1)
     module = make().module
     torch.manual_seed(1000 + rank)

@@ -18,9 +18,12 @@ from gpucomm.errors import (
     ModelsDiffer,
     NonFinite,
     PeerFailed,
+    ReplicasDiffer,
     StepFailed,
     TransportUnavailable,
 )
+from gpucomm.install import install, uninstall
+from gpucomm.launch import launch
 from gpucomm.reduction.buckets import BucketPlan
 from gpucomm.trainer import CheckpointError, Trainer
 from gpucomm.transport import Transport
@@ -38,9 +41,13 @@ __all__ = [
     "ModelsDiffer",
     "NonFinite",
     "PeerFailed",
+    "ReplicasDiffer",
     "StepFailed",
     "Trainer",
     "Transport",
     "TransportUnavailable",
     "__version__",
+    "install",
+    "launch",
+    "uninstall",
 ]

@@ -22,6 +22,25 @@ class ModelsDiffer(CommError):
     """The ranks wrapped different models; the message names the first difference. Raised on every rank."""
 
 
+class ReplicasDiffer(CommError):
+    """An audit found that the model's parameters or buffers are not the same on every rank. Raised on all of them.
+
+    The message names the first tensor that differs, its first element that does, and both values. Nothing is changed.
+
+    Attributes:
+        parameter: the tensor's name, a parameter's or a buffer's.
+        ranks: those that have not what most have, in the default process group; all where there is no majority.
+    """
+
+    def __init__(self, message: str, parameter: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+        self.ranks = list(ranks)
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.args[0], self.parameter, self.ranks)
+
+
 class StepFailed(CommError):
     """A rank raised in this iteration, or the ranks' training loops diverged.
 

@@ -1,12 +1,12 @@
 """Who the ranks are and what they talk through: settings from the environment, the handshake, the choice of transport.
 
-The only file that reads environment variables (`GPUCOMM_*`).
+The only file that reads environment variables (`GPUCOMM_*`), or sets any.
 """
 
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -63,6 +63,25 @@ class Settings:
 def environment_values(names: Iterable[str]) -> dict[str, str]:
     """Variables of torch and of the launcher, to be reported only; "N/A" for one that is not set."""
     return {name: os.environ.get(name, "N/A") for name in names}
+
+
+@contextmanager
+def environment(variables: Mapping[str, str | None], prepend: Collection[str] = ()) -> Iterator[None]:
+    """Sets environment variables for child processes, within the block; None leaves one as it is.
+
+    Those named in prepend are search paths: the value comes before the present one.
+    """
+    before = dict(os.environ)
+    for name, value in variables.items():
+        if value is not None:
+            os.environ[name] = os.pathsep.join(filter(None, [value, before.get(name)])) if name in prepend else value
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]
 
 
 @dataclass(frozen=True)

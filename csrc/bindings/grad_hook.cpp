@@ -124,7 +124,7 @@ PyObject* grad_hook_call(PyObject* object, PyObject* const* args, size_t nargsf,
     Py_RETURN_NONE;
   }
   const Slot& slot = engine.slot(self->parameter);
-  if (engine.mode() != Engine::Mode::kReduce || slot.bucket < 0 || engine.packed(self->parameter) ||
+  if (engine.mode() != Engine::Mode::kReduce || slot.bucket < 0 || engine.packed(self->parameter) || engine.by_hand() ||
       !is_only_hook(param)) {
     return call_other(self, param);
   }

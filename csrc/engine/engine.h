@@ -73,6 +73,10 @@ class Engine {
   // Keeps a bucket of the plan from being launched before the end of backward.
   void hold_back(size_t bucket) { buckets_.at(bucket).held = true; }
 
+  // Whether the caller wants to see each gradient, instead of having it packed by the hook.
+  void set_by_hand(bool by_hand) { by_hand_ = by_hand; }
+  bool by_hand() const { return by_hand_; }
+
   void arm_local() {
     mode_ = Mode::kLocal;
     adopt_thread();
@@ -165,6 +169,7 @@ class Engine {
   bool check_finite_ = false;
 
   Mode mode_ = Mode::kIdle;
+  bool by_hand_ = false;
   std::thread::id thread_;
   uint64_t iteration_ = 0;
   uint64_t layout_hash_ = 0;

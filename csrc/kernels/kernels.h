@@ -34,6 +34,8 @@ struct Kernels {
   PackKernel pack[4][4];  // [dst dtype][src dtype], floating types
   // Index of the first element that is infinite or NaN, -1 if there is none; floating types.
   int64_t (*first_nonfinite[4])(const void* src, size_t numel);
+  // 64 bits that depend on every byte and on their order; of any alignment. See checksum_lanes.h.
+  uint64_t (*checksum)(const void* src, size_t bytes);
 };
 
 // The best table this machine can run.

@@ -1,5 +1,5 @@
-// The one source of the reduce, pack and first_nonfinite kernels, compiled once for each instruction set: the including
-// file defines GPUCOMM_KERNEL_TABLE (the table to fill) and GPUCOMM_KERNEL_ISA (its name) and includes the
+// The one source of the reduce, pack, first_nonfinite and checksum kernels, compiled once for each instruction set: the
+// including file defines GPUCOMM_KERNEL_TABLE (the table to fill) and GPUCOMM_KERNEL_ISA (its name) and includes the
 // half_rows_*.h of its choice.
 //
 // [Note: one instruction set per file] Everything here has internal linkage and nothing calls an inline function or a
@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels/checksum_lanes.h"
 #include "kernels/kernel_tables.h"
 
 namespace gpucomm {
@@ -358,6 +359,7 @@ constexpr Kernels GPUCOMM_KERNEL_TABLE = {
      {pack<Float64, Float16>, pack<Float64, BFloat16>, pack<Float64, Float32>, pack_same<Float64>}},
     {first_nonfinite<uint16_t, 10>, first_nonfinite<uint16_t, 7>, first_nonfinite<uint32_t, 23>,
      first_nonfinite<uint64_t, 52>},
+    checksum,
 };
 
 }  // namespace gpucomm

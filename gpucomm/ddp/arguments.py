@@ -58,6 +58,7 @@ class Arguments:
     timeout: timedelta | float | None
     nonfinite: str | None
     wire_dtype: torch.dtype | None
+    audit_every: int
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -134,6 +135,17 @@ def check_module(module: Any) -> None:
         _refuse(TypeError, "module", module, "a torch.nn.Module")
 
 
+def check_delayed(module: torch.nn.Module, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    """named: what delay_all_reduce_named_params holds."""
+    params = dict(module.named_parameters(remove_duplicate=False))
+    for name, param in named:
+        if params.get(name) is not param:
+            raise ValueError(
+                f"delay_all_reduce_named_params has a parameter under the name {name!r}, which in the module is "
+                f"{'another one' if name in params else 'none'}; accepted are the names of module.named_parameters()"
+            )
+
+
 def check_parameters(params: Sequence[torch.nn.Parameter], delayed: Sequence[torch.nn.Parameter]) -> None:
     """params, delayed: those that are reduced in buckets, and those by delay_all_reduce_named_params."""
     everything = [*params, *delayed]
@@ -193,6 +205,15 @@ def _optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
 def _integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         _refuse(TypeError, name, value, "an integer")
+    return int(value)
+
+
+def _interval(name: str, value: Any) -> int:
+    accepted = "a whole number of iterations, 0 or more (0: never)"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        _refuse(TypeError, name, value, accepted)
+    if value < 0:
+        _refuse(ValueError, name, value, accepted)
     return int(value)
 
 
@@ -299,4 +320,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "mixed_precision": _optional(check_precision),
     "device_mesh": lambda name, value: value,  # checked by group_of
     "wire_dtype": lambda name, value: check_wire_dtype(value),
+    "audit_every": _interval,
 }

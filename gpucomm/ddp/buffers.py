@@ -16,12 +16,12 @@ def sync(ddp: "DistributedDataParallel", root: int) -> None:
     """Gives every rank the buffers of rank `root`, or calls the hook; collective. Version counters stay.
 
     A hook gets its state and the buffers by name. It returns None or a list of futures, which are waited for when the
-    next reduced backward ends, at the latest before buffers are synced again.
+    next reduced backward ends, at the latest before the next forward.
     """
-    ddp.reducer.wait_for_futures()
     hook = getattr(ddp, "buffer_hook", None)
     if hook is None:
         broadcast_tensors(ddp.modules_buffers, ddp._comm, root)
+        ddp._audit.buffers_are_equal = True
         return
     with torch.no_grad(), ExitStack() as kept:
         for buffer in ddp.modules_buffers:

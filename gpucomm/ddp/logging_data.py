@@ -7,12 +7,15 @@ from the first bucket that is launched to the last one that is reduced.
 
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from gpucomm.errors import text_of
 from gpucomm.trace import read_trace
 from gpucomm.world import environment_values
 
@@ -125,6 +128,15 @@ class Logger:
         self._data.ints_map["has_error"] = 1
         self._data.strs_map["error"] = text
 
+    @contextmanager
+    def recording_errors(self) -> Iterator[None]:
+        """Around what may raise."""
+        try:
+            yield
+        except Exception as error:
+            self.set_error_and_log(text_of(error))
+            raise
+
     def _set_comm_hook_name(self, name: str) -> None:
         self._data.strs_map["comm_hook"] = name
 
@@ -164,7 +176,7 @@ class Logger:
         order = [number_of[i] for i in reduction.engine.ready_order if i in number_of]
         strs["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, order))
         ints["num_buckets_reduced"] = reduction.engine.reduced
-        ints["unused_parameter_size"] = sum(reduction.slots.specs[i].nbytes for i in reduction.unused)
+        ints["unused_parameter_size"] = sum(reduction.slots.specs[i].nbytes for i in reduction.unused_here)
         ints["has_rebuilt_buckets"] = int(reduction.slots.is_final)
         if reduction.engine.iteration > 1:
             ints["can_set_static_graph"] = int(reduction.graph_is_static)

@@ -72,7 +72,7 @@ def _broadcast_chunk(tensors: list[torch.Tensor], comm: Communicator, root: int)
         return
     flat = torch.empty(total, dtype=torch.uint8)
     if comm.rank == root:
-        torch.cat([_as_bytes(t) for t in tensors], out=flat)
+        torch.cat([as_bytes(t) for t in tensors], out=flat)
     comm.broadcast(flat, root)
     if comm.rank == root:
         return
@@ -85,7 +85,8 @@ def _broadcast_chunk(tensors: list[torch.Tensor], comm: Communicator, root: int)
         offset += nbytes
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements in the order of their indices, flat; a view of a contiguous tensor."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 

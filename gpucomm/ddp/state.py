@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from gpucomm.ddp.wrapper import DistributedDataParallel
 
 # What talks to other ranks: made anew.
-_CONNECTED = ("process_group", "reducer", "logger", "_comm", "_reduction")
+_CONNECTED = ("process_group", "reducer", "logger", "_comm", "_audit", "_reduction")
 
 
 def of(ddp: "DistributedDataParallel") -> dict[str, Any]:
@@ -26,6 +26,9 @@ def of(ddp: "DistributedDataParallel") -> dict[str, Any]:
         raise TypeError("a DistributedDataParallel that was given a transport object cannot be copied or pickled")
     attributes = {name: value for name, value in vars(ddp).items() if name not in _CONNECTED}
     attributes["_arguments"] = replace(ddp._arguments, process_group=None, device_mesh=None)
+    # To torch's hooks, and to the built-in ones, a state of None is the default group.
+    group = ddp.process_group
+    attributes["_comm_hooks"] = [(hook, None if state is group else state) for hook, state in ddp._comm_hooks]
     return attributes
 
 
@@ -42,7 +45,8 @@ def restore(ddp: "DistributedDataParallel", attributes: dict[str, Any]) -> None:
 def move(ddp: "DistributedDataParallel", group: dist.ProcessGroup) -> None:
     """Goes on among the ranks of another group, a rank outside of it as before; collective over that group.
 
-    The plan is made anew, gradients and buffers stay. Raises ValueError if it was given a transport object.
+    The plan is made anew, gradients and buffers stay; so do communication hooks, whose state is the program's business
+    where it holds the old group. Raises ValueError if it was given a transport object.
     """
     ddp.reducer._reset_state()
     if dist.get_rank(group) < 0:

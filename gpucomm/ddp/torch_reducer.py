@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from gpucomm.reduction.comm_hooks import GradBucket, bucket_of
+
 if TYPE_CHECKING:
     from gpucomm.ddp.logging_data import Logger
     from gpucomm.ddp.wrapper import DistributedDataParallel
@@ -26,6 +28,7 @@ class TorchReducer:
         self._ddp = weakref.ref(ddp)
         self._reduction = ddp._reduction
         self._futures: list[torch.futures.Future] = []
+        self._waits_at_end = False
         self._told_of_rebuilding = False
 
     # ---- around a forward and a backward
@@ -49,10 +52,15 @@ class TorchReducer:
         """Nothing is delayed: gradients that are used in a static graph's first iteration are reduced as in others."""
 
     def _install_post_backward_futures(self, futures: Iterable[torch.futures.Future]) -> None:
-        """Waits for them when the next reduced backward ends, or before buffers are used again."""
-        if not self._futures:
-            self._reduction.on_reduced.append(self.wait_for_futures)
+        """Waits for them when the next reduced backward ends, at the latest before the next forward."""
+        if not self._waits_at_end:
+            self._waits_at_end = True
+            self._reduction.on_reduced.append(self._wait_at_end)
         self._futures.extend(futures)
+
+    def _wait_at_end(self) -> None:
+        self._waits_at_end = False
+        self.wait_for_futures()
 
     def wait_for_futures(self) -> None:
         """Waits for what was installed. Raises what a future raises."""
@@ -87,12 +95,12 @@ class TorchReducer:
 
     # ---- communication hooks
 
-    def _run_comm_hook(self, bucket: Any) -> torch.futures.Future:
+    def _run_comm_hook(self, bucket: GradBucket) -> torch.futures.Future:
         """The communication hook's future for a bucket; the all-reduce's where there is none."""
         hooks = self._reduction.comm_hooks
         return self._run_allreduce_hook(bucket) if hooks is None else hooks.run(bucket)
 
-    def _run_allreduce_hook(self, bucket: Any) -> torch.futures.Future:
+    def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future:
         """A future of the sum of a bucket's buffer over the ranks, which it becomes in place; undivided."""
         ddp = self._ddp()
         assert ddp is not None
@@ -100,12 +108,18 @@ class TorchReducer:
         assert work is not None
         return work.get_future().then(lambda done: done.value()[0])
 
-    def _get_zeros_like_grad_buckets(self) -> list[Any]:
-        """Buckets of zeros like those that a communication hook gets."""
-        hooks = self._reduction.comm_hooks
-        return [] if hooks is None else hooks.zero_buckets()
+    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
+        """The buckets as communication hooks get them, with zeros of their own in place of the gradients."""
+        slots, params = self._reduction.slots, self._reduction.params
+        return [bucket_of(slots, params, i, torch.zeros_like(memory.flat)) for i, memory in enumerate(slots.memories)]
 
     # ---- settings
+
+    def _set_optimizer_in_backward(self) -> None:
+        """Nothing to set: the hook that runs such optimizers takes the gradients away by itself."""
+
+    def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:
+        """Which rows a sparse gradient has on any rank; not needed, ranks tell each other."""
 
     def _set_static_graph(self) -> None:
         if self._reduction.engine.iteration > 0:

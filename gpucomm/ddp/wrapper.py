@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.ddp import buffers, state, sync_batch_norm
-from gpucomm.ddp.arguments import Arguments, check_devices, check_module, check_parameters
+from gpucomm.ddp.arguments import Arguments, check_delayed, check_devices, check_module, check_parameters
+from gpucomm.ddp.audit import Audit, AuditReport
 from gpucomm.ddp.comm_hooks import CAPS as HOOK_CAPS
 from gpucomm.ddp.comm_hooks import builtin_hook, check_hook
 from gpucomm.ddp.join import DdpJoinHook, meet_in_forward
@@ -24,6 +24,7 @@ from gpucomm.ddp.logging_data import Logger
 from gpucomm.ddp.mesh import check_placement, group_of
 from gpucomm.ddp.mixed_precision import MixedPrecision
 from gpucomm.ddp.replicas import broadcast_tensors, check_same_model
+from gpucomm.ddp.stand_in import StandIn
 from gpucomm.ddp.torch_reducer import TorchReducer
 from gpucomm.reduction.buckets import MIB, BucketPlan, ParameterSpec
 from gpucomm.reduction.comm_hooks import name_of
@@ -41,7 +42,7 @@ _SOCKET_CAPS = (1 * MIB, 8 * MIB)
 _PIECE_BYTES = {"shm": MIB // 4, "loopback": MIB // 4}
 
 
-class DistributedDataParallel(TorchDDP):
+class DistributedDataParallel(TorchDDP, metaclass=StandIn):
     """Data-parallel training of a module: a drop-in for torch's class of this name, of which it is a subclass.
 
     In every iteration each gradient is reduced, or stays local on purpose (no_sync), or the iteration raises on every
@@ -62,6 +63,7 @@ class DistributedDataParallel(TorchDDP):
             gradient is rounded once, and the mean once; they are divided by the number of ranks before they are added,
             in fp32. A gradient beyond the range of float16 (65,504) becomes infinite on every rank, in `.grad` too.
             Such parameters take the memory of their gradient and of its form on the wire.
+        audit_every: run audit() in the first training forward after every so many reductions; 0: never.
 
     Raises:
         ModelsDiffer: the ranks' models differ; on every rank, naming the first difference.
@@ -103,6 +105,7 @@ class DistributedDataParallel(TorchDDP):
         timeout: timedelta | float | None = None,
         nonfinite: str | None = None,
         wire_dtype: torch.dtype | None = None,
+        audit_every: int = 0,
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -134,6 +137,7 @@ class DistributedDataParallel(TorchDDP):
                 timeout=timeout,
                 nonfinite=nonfinite,
                 wire_dtype=wire_dtype,
+                audit_every=audit_every,
             )
             check_module(module)
             world = World.of(group, arguments.timeout, arguments.transport, str(arguments.wire))
@@ -152,6 +156,7 @@ class DistributedDataParallel(TorchDDP):
         """Sets the attributes that come from the arguments, under the names that torch's class has for them."""
         self._arguments = arguments
         delayed = arguments.delay_all_reduce_named_params or ()
+        check_delayed(module, delayed)
         self._delay_all_reduce_params = [param for _, param in delayed]
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         self.parameters_to_ignore = {*ignored, *(name for name, _ in delayed)}
@@ -185,7 +190,7 @@ class DistributedDataParallel(TorchDDP):
         self.bucket_bytes_cap_list = list(arguments.caps_bytes or ()) if arguments.bucket_cap_mb_list else []
         self.bucket_bytes_cap_default = arguments.caps_bytes is None
         self.broadcast_bucket_size = 250 * MIB  # of torch's functions that a program may call with it; ours have theirs
-        self._comm_hooks: list[tuple[Callable, object]] = []
+        self._comm_hooks: list[tuple[Callable, object]] = []  # in the order in which they were registered
         self._lazy_init_ran = False
         self._ddp_sink_clone = True
         self._use_python_reducer = False
@@ -206,9 +211,11 @@ class DistributedDataParallel(TorchDDP):
         core_transport = world.connect(exchange)
         stream = _core.InlineStream()
         self._comm = Communicator.over(core_transport, stream)
+        self._audit = Audit(arguments.audit_every, self._comm)
         if init_sync:
             broadcast_tensors(table.params, self._comm)
             broadcast_tensors(self.modules_buffers if arguments.syncs_buffers_at_init else [], self._comm)
+            self._audit.buffers_are_equal = arguments.syncs_buffers_at_init
         own_caps = _OWN_CAPS.get(core_transport.name(), _SOCKET_CAPS)
         self._reduction = Reducer(
             table,
@@ -247,6 +254,8 @@ class DistributedDataParallel(TorchDDP):
             any(isinstance(module, torch.nn.SyncBatchNorm) for module in self.module.modules()),
             self.static_graph,
         )
+        if self._comm_hooks:
+            self.logger._set_comm_hook_name(name_of(self._comm_hooks[-1][0]))
 
     # ---- forward
 
@@ -259,12 +268,16 @@ class DistributedDataParallel(TorchDDP):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple, dict]:
         if not self._lazy_init_ran:
             self._lazy_init()
+        self.reducer.wait_for_futures()
         if torch.is_grad_enabled():
             if self.require_backward_grad_sync:
                 self.logger.set_runtime_stats_and_log()
             self._reduction.before_forward()
         if self._is_training_forward():
-            self._meet_peers()
+            everybody = self._meet_peers()
+            if everybody and torch.is_grad_enabled():
+                self._audit.before_forward(self)
+            self._audit.buffers_are_equal = False
         if self._precision is not None:
             inputs, kwargs = self._precision.cast_inputs(inputs, kwargs)
         if self.device_ids:
@@ -272,14 +285,18 @@ class DistributedDataParallel(TorchDDP):
             return moved_inputs[0], moved_kwargs[0]
         return inputs, kwargs
 
-    def _meet_peers(self) -> None:
-        """Before a training forward: those that have joined are told, and buffers are brought together."""
+    def _meet_peers(self) -> bool:
+        """Before a training forward: those that have joined are told, and buffers are brought together.
+
+        Returns whether nobody has joined.
+        """
         Join.notify_join_context(self)
-        syncs, source = self._check_sync_bufs_pre_fwd(), 0
+        syncs, source, everybody = self._check_sync_bufs_pre_fwd(), 0, True
         if self._join_config.enable:
-            source, _, _ = meet_in_forward(self, joined=False)
+            source, _, _, everybody = meet_in_forward(self, joined=False)
         if syncs:
             self.sync_buffers(source)
+        return everybody
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self._inside_ddp_forward():
@@ -298,17 +315,6 @@ class DistributedDataParallel(TorchDDP):
     def _is_training_forward(self) -> bool:
         """False in an evaluation under no_grad, which one rank may well run alone."""
         return torch.is_grad_enabled() or self.training
-
-    @contextmanager
-    @_disable_dynamo(recursive=False)
-    def _inside_ddp_forward(self) -> Iterator[None]:
-        # On torch's own class: dynamo may have taken the name from there before another class was put in its place.
-        with super()._inside_ddp_forward():
-            outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
-            try:
-                yield
-            finally:
-                TorchDDP._active_ddp_module = outer
 
     # ---- buffers
 
@@ -346,6 +352,22 @@ class DistributedDataParallel(TorchDDP):
 
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
         sync_batch_norm.serve(module)
+
+    # ---- are the replicas equal
+
+    def audit(self) -> AuditReport:
+        """Compares the replicas on all ranks bit for bit, by checksums, and returns what was compared; collective.
+
+        That is all parameters, frozen ones too, and the buffers that training forwards bring together. Buffers are left
+        out (the report counts 0) from a forward on that may have changed them until the next training forward or
+        sync_buffers(), for they differ by right then, if forward_sync_buffers is off, and under a buffer hook. The
+        state of optimizers is not looked at, nor what the module's list of parameters and buffers to ignore names. Of a
+        DTensor the local part is compared. Call it outside backward; it reads every byte once.
+
+        Raises:
+            ReplicasDiffer: on every rank, naming the first tensor that differs, the ranks, the element and its values.
+        """
+        return self._audit.run(self)
 
     # ---- what happened
 
@@ -402,8 +424,9 @@ class DistributedDataParallel(TorchDDP):
         backward, what those before it made of a bucket. Gradients without a slot in a bucket (in the iteration in which
         a parameter is unfrozen or replaced, sparse ones) are averaged without the hook. RuntimeError beside wire_dtype.
         """
-        check_hook(hook)
-        refuse_beside_hooks(self._arguments.wire)
+        with self.logger.recording_errors():
+            check_hook(hook)
+            refuse_beside_hooks(self._arguments.wire)
         self._add_comm_hook(state, hook)
         self._comm_hooks.append((hook, state))
         self.logger._set_comm_hook_name(name_of(hook))

@@ -77,6 +77,16 @@ class GradBucket:
         self._buffer = self._flat
 
 
+def bucket_of(slots: Slots, params: list[torch.nn.Parameter], index: int, flat: torch.Tensor) -> GradBucket:
+    """A bucket of the plan in force, its gradients being views of `flat`. params: one for each index."""
+    members = slots.plan.buckets[index].slots
+    grads = [slots.specs[slot.parameter].view(flat.untyped_storage(), slot.offset) for slot in members]
+    if grads[0].is_complex():
+        flat = torch.view_as_complex(flat.view(-1, 2))
+    last = max(i for i, bucket in enumerate(slots.plan.buckets) if bucket.numel > 0)
+    return GradBucket(index, flat, [params[slot.parameter] for slot in members], grads, index == last)
+
+
 class CommHooks:
     """The hooks of one wrapper and their buckets in flight. The first hook gets a bucket's gradients when all are
     packed; each further one, after backward, what the one before made of them.
@@ -133,7 +143,9 @@ class CommHooks:
             if not must:
                 return False
             self._wait(before)
-        self._in_flight.append(self._call(hook, state, self._bucket(index, self._slots.memories[index].flat)))
+        self._in_flight.append(
+            self._call(hook, state, bucket_of(self._slots, self._params, index, self._slots.memories[index].flat))
+        )
         return True
 
     def finish(self) -> None:
@@ -167,25 +179,12 @@ class CommHooks:
         hook, state = self._hooks[0]
         return self._call(hook, state, bucket)[1]
 
-    def zero_buckets(self) -> list[GradBucket]:
-        """Like those of the plan in force, in memory of their own."""
-        return [self._bucket(index, torch.zeros_like(memory.flat)) for index, memory in enumerate(self._slots.memories)]
-
     # ----
 
     def _raise_if_peer_raised(self) -> None:
         if (text := self._notes.read(self._engine.iteration)) is not None:
             self.raised = True
             raise PeerHookRaised(text)
-
-    def _bucket(self, index: int, flat: torch.Tensor) -> GradBucket:
-        plan, specs = self._slots.plan, self._slots.specs
-        slots = plan.buckets[index].slots
-        grads = [specs[slot.parameter].view(flat.untyped_storage(), slot.offset) for slot in slots]
-        if grads[0].is_complex():
-            flat = torch.view_as_complex(flat.view(-1, 2))
-        last = max(i for i, bucket in enumerate(plan.buckets) if bucket.numel > 0)
-        return GradBucket(index, flat, [self._params[slot.parameter] for slot in slots], grads, index == last)
 
     def _call(self, hook: Hook, state: object, bucket: GradBucket) -> tuple[GradBucket, torch.futures.Future]:
         try:

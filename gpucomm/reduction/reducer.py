@@ -38,6 +38,8 @@ from gpucomm.reduction.comm_hooks import (
     first_uneven_group,
 )
 from gpucomm.reduction.finite import FiniteCheck
+from gpucomm.reduction.forecast import Forecast
+from gpucomm.reduction.graph import with_graph
 from gpucomm.reduction.hooks import Hooks
 from gpucomm.reduction.local import local_grad, placed_like
 from gpucomm.reduction.parameters import ParameterTable
@@ -101,6 +103,10 @@ class Reducer:
         self._second_round = SecondRound()
         self._slotless_means: dict[int, torch.Tensor] = {}  # of the second round, for parameters without a fitting slot
         self._sparse_means: dict[int, torch.Tensor] = {}
+        self._graphed: dict[int, torch.Tensor] | None = None  # this rank's own gradients, if they have a graph
+        self._had_graph = False
+        self._forecast = Forecast(self.params)
+        self._absent: list[int] = []  # parameters that were forecast to get no gradient in this backward
         self._kept: dict[int, torch.Tensor] = {}  # .grad of parameters that nobody may have used this time
         self._backwards = 0  # since the last reduction, local ones too
         self._forwards = 0  # training forwards of the wrapper since then
@@ -116,14 +122,13 @@ class Reducer:
         self._pid = os.getpid()
         self._failure: BaseException | None = None  # communication is broken for good
         self._warnings: list[str] = []  # given once the iteration is complete
-        self._warned_forwards = self._warned_graph = False
+        self._warned_forwards = False
         self._hooks = Hooks(table, self._make_hook)
         self._hooks.set_layouts(self.slots.views, self.slots.wire)
         table.on_replace = _weakly(self, "_on_replaced_parameter")
         self.on_reduced: list[Callable[[], None]] = []  # each is called once, when the next reduction is complete
         self.on_backward: Callable[[bool], None] = lambda reduced: None  # before its gradients are completed
         self.on_error: Callable[[str], None] = lambda text: None  # is told what an iteration raises
-        self.unused: list[int] = []  # parameters that this rank had no gradient for in the last reduction
         self.active = True
         enlist(self)
         claim(self)
@@ -143,6 +148,17 @@ class Reducer:
         self.table.refresh()
         if not self.active:
             claim(self)
+
+    def before_collective(self) -> None:
+        """The program asks for a collective of the wrapper: not inside a backward, with whose own it would mix.
+
+        Raises what the iteration before left to say, and RuntimeError inside a backward.
+        """
+        self._notice_abandoned_backward()
+        self._raise_failure()
+        if self.engine.mode != _core.Mode.IDLE:
+            raise RuntimeError("a collective of DistributedDataParallel inside backward: call it before or after")
+        self.table.refresh()
 
     def check_finished(self) -> None:
         """Raises RuntimeError if the iteration before was not reduced as it should have been."""
@@ -192,9 +208,6 @@ class Reducer:
     def _arm(self) -> None:
         self._raise_failure()
         self.table.refresh()
-        if torch.is_grad_enabled() and not self._warned_graph:
-            self._warned_graph = True
-            self._warnings.append(_CREATE_GRAPH_TEXT)
         reduce = self.sync_requested() if self._reduce_next is None else self._reduce_next
         if reduce and os.getpid() != self._pid:
             raise RuntimeError(
@@ -210,8 +223,20 @@ class Reducer:
         self._backwards += 1
         if reduce:
             self.engine.arm()
+            self._graphed = {} if torch.is_grad_enabled() and self.comm_hooks is None else None
+            self._had_graph = self._had_graph or self._graphed is not None
+            self.engine.set_by_hand(self._graphed is not None)
+            self._complete_absent()
         else:
             self.engine.arm_local()
+
+    def _complete_absent(self) -> None:
+        """Slots that get no gradient in this backward do not keep those behind them waiting."""
+        self._absent = []
+        if self._usage.is_worth_forecasting and self.comm_hooks is None:
+            self._absent = self._forecast.absent(self.slots.expected())
+            for index in self._absent:
+                self._complete(index)
 
     def _ready_slots(self) -> None:
         if self.slots.apply_next():
@@ -219,6 +244,9 @@ class Reducer:
         self.slots.free()
         if self.comm_hooks is not None:
             self.comm_hooks.hold_back()
+        if self._had_graph:
+            for bucket in range(len(self.plan.buckets)):
+                self.engine.hold_back(bucket)
 
     def _on_moved_gradient(self) -> None:
         """A gradient on another thread than those before it: autograd may go on there, or it is another backward."""
@@ -256,6 +284,10 @@ class Reducer:
         if engine.mode != _core.Mode.REDUCE or (grad := local_grad(param)) is None:
             return  # not ours to reduce, or undefined: the parameter was not used
         is_last, view = self._hooks.comes_last(index), self.slots.fitting_view(index, grad)
+        if self._graphed is not None and (is_last or engine.packed(index)):
+            with torch.enable_grad():
+                self._graphed[index] = self._graphed[index] + grad if index in self._graphed else grad
+            grad = grad.detach()
         if not is_last and not engine.packed(index):
             engine.mark_used(index)  # what the hooks that follow make of it is taken at the end of backward
             return
@@ -269,6 +301,8 @@ class Reducer:
                     "hook had taken its first; from the next iteration on its bucket waits for the end of backward"
                 )
         else:
+            if view is not None and not engine.used(index):
+                self._forecast.note_wrong()
             # A second gradient after packing, or one without a fitting slot: linear, so exact when added afterwards.
             self._send_apart(index, grad)
         param.grad = None
@@ -331,6 +365,8 @@ class Reducer:
             self._usage.check(verdict, self.slots.expected(), self)
         if not self.joined:
             self._unpack(verdict)
+            if self._graphed is not None:
+                self._give_graph(verdict, factor)
         if not self.slots.is_final and self.slots.next_plan is None:
             self.slots.plan_ready_order(self.comm, verdict)
         self._spoiled = False
@@ -359,6 +395,14 @@ class Reducer:
             if not verdict.is_used(index):
                 self.slots.view(index).copy_(kept)
 
+    def _give_graph(self, verdict: _core.Verdict, factor: float) -> None:
+        """The reduced gradients become functions of this rank's own, so that a derivative of theirs can be taken."""
+        used = [i for i in verdict.used() if (grad := self.params[i].grad) is not None and grad.layout == torch.strided]
+        means = [mean for i in used if (mean := self.params[i].grad) is not None]
+        own = [(self._graphed or {}).get(i, torch.zeros_like(mean)) for i, mean in zip(used, means, strict=True)]
+        for index, grad in zip(used, with_graph(means, own, factor, self.comm), strict=True):
+            self.params[index].grad = grad
+
     def _give_warnings(self) -> None:
         """What this backward gave cause for. The last thing it does: where warnings are errors, this raises."""
         texts, self._warnings = self._warnings, []
@@ -374,24 +418,28 @@ class Reducer:
                 if self.params[index].grad is not None:
                     self._hooks.call(index)
             missing = self.engine.missing()
-        self.unused = missing
+        self._usage.note_here(sorted(missing + self._absent))
         for index in missing:
-            grad = local_grad(self.params[index])
-            view = self.slots.fitting_view(index, grad) if grad is not None else None
-            if grad is None or view is None:
-                self.engine.complete(index, None)
-                continue
-            if grad.data_ptr() == view.data_ptr():
-                self._kept[index] = grad.clone()
-            else:
-                view.copy_(grad)
-            self.engine.complete(index, view)
+            self._complete(index)
         for index in (*missing, *self.slots.slotless):
             grad = local_grad(self.params[index])
             if grad is not None and self.engine.used(index) and self.slots.fitting_view(index, grad) is None:
                 # Accumulated under no_sync, or left to hooks of the program, and does not fit.
                 self._send_apart(index, grad)
                 self.params[index].grad = None
+
+    def _complete(self, index: int) -> None:
+        """Packs what `.grad` holds of a parameter that gets no gradient in this backward, else zeros."""
+        grad = local_grad(self.params[index])
+        view = self.slots.fitting_view(index, grad) if grad is not None else None
+        if grad is None or view is None:
+            self.engine.complete(index, None)
+            return
+        if grad.data_ptr() == view.data_ptr():
+            self._kept[index] = grad.clone()
+        else:
+            view.copy_(grad)
+        self.engine.complete(index, view)
 
     def _reduce(self, failed: bool) -> _core.Verdict:
         """Launches what is left, exchanges the headers and waits; for communication hooks only if _shares_group."""
@@ -509,6 +557,7 @@ class Reducer:
         self._slotless_means.clear()
         self._sparse_means.clear()
         self._kept.clear()
+        self._graphed = None
         self._fault = None
         self.weight.clear()
         if self.comm_hooks is not None:
@@ -580,6 +629,11 @@ class Reducer:
         self._usage.static_graph = True
 
     @property
+    def unused_here(self) -> list[int]:
+        """Parameters that have a slot and got no gradient on this rank in the last reduction."""
+        return self._usage.here
+
+    @property
     def graph_is_static(self) -> bool:
         """Whether the same parameters were used by all ranks in every iteration so far."""
         return self._usage.is_constant
@@ -606,11 +660,6 @@ class Reducer:
 _TWO_BACKWARDS_TEXT = (
     "two backwards at once, on two threads, through one DistributedDataParallel: their gradients cannot be told apart. "
     "Run one after the other, or wrap a copy of the module for each thread"
-)
-
-_CREATE_GRAPH_TEXT = (
-    "backward(create_graph=True) through DistributedDataParallel: the gradients are reduced, but the reduced .grad has "
-    "no graph, so a second derivative cannot flow through it. Use torch.autograd.grad(..., create_graph=True) for that."
 )
 
 # Memory that outlives its wrapper, because something may still be written to it.

@@ -15,11 +15,26 @@ class Usage:
         self.static_graph = static_graph
         self.error: str | None = None  # raised by the wrapper's next forward, and those that follow
         self.change: str | None = None  # raised at the end of the backward in which a static graph was not
+        self.here: list[int] = []  # without a gradient on this rank in the last reduction
+        self._varies_here: bool | None = None  # from one iteration to the next; None: there was none yet
         self._names = names
         self._allow_unused = allow_unused
         self._static_unused: list[int] | None = None
         self.is_constant = True  # what is used has been the same in all iterations
         self._used_before: list[int] | str | None = None
+
+    @property
+    def is_worth_forecasting(self) -> bool:
+        """Whether parameters may be unused, and this rank does not always use the same ones."""
+        return self._allow_unused and bool(self._varies_here)
+
+    def note_here(self, unused: list[int]) -> None:
+        """unused: parameters that have a slot and got no gradient on this rank in this iteration."""
+        if self._varies_here is None:
+            self._varies_here = False
+        elif unused != self.here:
+            self._varies_here = True
+        self.here = unused
 
     def note(self, verdict: _core.Verdict) -> None:
         """Remembers what all ranks used, after each iteration."""
@@ -52,7 +67,7 @@ class Usage:
 
     def _which(self, indices: list[int], reducer: "Reducer") -> str:
         """In torch's words, which are about the rank that speaks."""
-        rank, mine = reducer.transport.global_rank(reducer.transport.rank), set(reducer.unused)
+        rank, mine = reducer.transport.global_rank(reducer.transport.rank), set(self.here)
         here = [i for i in indices if i in mine]
         text = (
             f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, here)) or 'none'}\n"
