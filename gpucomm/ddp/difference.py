@@ -18,6 +18,7 @@ from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.ddp.replicas import as_bytes
 from gpucomm.errors import CommError, ReplicasDiffer
+from gpucomm.reduction.local import local_of
 
 # A tensor is looked at in so many parts a turn, until a part has at most so many elements.
 _PARTS = 256
@@ -37,8 +38,7 @@ class Replica:
 
     def local(self, index: int) -> torch.Tensor:
         """The tensor; of a DTensor the part that lies here, of which the other ranks have a copy."""
-        tensor = self.tensors[index]
-        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        return local_of(self.tensors[index])
 
     def bytes_of(self, index: int) -> torch.Tensor:
         """Its elements in the order of their indices, whatever its strides: ranks may differ in those."""
