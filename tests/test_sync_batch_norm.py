@@ -93,6 +93,30 @@ def test_options_mean_what_they_mean_for_batch_norm(options):
     run_ranks(body, 2)
 
 
+@pytest.mark.parametrize("left", ["weight", "bias", "frozen"])
+def test_gradients_come_for_what_is_there_and_trained(left):
+    def body(rank, world):
+        norm = nn.BatchNorm1d(3, dtype=torch.float64)
+        ours = wrapped(nn.Sequential(norm, nn.Linear(3, 1, dtype=torch.float64)))
+        layer = ours.module[0][0]
+        for bn in (norm, layer):
+            if left == "frozen":
+                bn.requires_grad_(False)
+            elif left == "weight":
+                bn.register_parameter("bias", None)
+            else:
+                bn.register_parameter("weight", None)
+        parts = batches((4, 3), (), 0)
+        whole, mine = torch.cat(parts).requires_grad_(), parts[rank].requires_grad_()
+        norm(whole).square().sum().backward()
+        layer(mine).square().sum().backward()
+        torch.testing.assert_close(mine.grad, whole.grad.split([4, 3])[rank])
+        for p, q in zip(norm.parameters(), layer.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None) == (left == "frozen")
+
+    run_ranks(body, 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_inputs_have_statistics_in_float32(dtype):
     def body(rank, world):

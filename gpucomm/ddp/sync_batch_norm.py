@@ -106,13 +106,14 @@ class _Normalise(torch.autograd.Function):
         dx = dy - _per_channel(mean_dy, x) - normalised * _per_channel(mean_dy_x, x)
         scale = rstd if weight is None else rstd * weight
         dx = (dx * _per_channel(scale, x)).to(x.dtype)
-        if weight is None:
-            return dx, None, None, None, None, None, None, None
-        return dx, d_weight.to(weight.dtype), d_bias.to(weight.dtype), None, None, None, None, None
+        has_weight, has_bias = ctx.needs_input_grad[1:3]
+        weight_grad = d_weight.to(weight.dtype) if has_weight else None
+        bias_grad = d_bias.to(x.dtype if weight is None else weight.dtype) if has_bias else None
+        return dx, weight_grad, bias_grad, None, None, None, None, None
 
 
 def serve(module: torch.nn.Module) -> None:
-    """Makes the SyncBatchNorm layers of a module work on the CPU, in place; collective over their groups.
+    """Makes the SyncBatchNorm layers of a module work on the CPU, in place.
 
     Raises ValueError for one whose class has a forward of its own, which would refuse such input.
     """
