@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -21,6 +22,7 @@ from gpucomm.version import __version__
 
 NONFINITE = ("pass", "raise", "skip")
 TRANSPORTS = ("auto", "shm", "c10d", "loopback")
+WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # All-gather of byte strings, in rank order. Slow (through the rendezvous store): for construction only.
 Exchange = Callable[[bytes], list[bytes]]
@@ -32,6 +34,7 @@ class Settings:
 
     transport: str = "auto"
     timeout_s: float | None = None
+    wire_dtype: torch.dtype | None = None
     nonfinite: str = "pass"
 
     @classmethod
@@ -48,10 +51,13 @@ class Settings:
                 timeout_s = 0.0
             if not timeout_s > 0:
                 raise ValueError(f"GPUCOMM_TIMEOUT_S is {text!r}, accepted is a positive number of seconds")
+        wire = os.environ.get("GPUCOMM_WIRE_DTYPE") or None
+        if wire is not None and wire not in WIRE_DTYPES:
+            raise ValueError(f"GPUCOMM_WIRE_DTYPE is {wire!r}, accepted are {', '.join(WIRE_DTYPES)}")
         nonfinite = os.environ.get("GPUCOMM_NONFINITE") or "pass"
         if nonfinite not in NONFINITE:
             raise ValueError(f"GPUCOMM_NONFINITE is {nonfinite!r}, accepted are {', '.join(NONFINITE)}")
-        return cls(transport, timeout_s, nonfinite)
+        return cls(transport, timeout_s, WIRE_DTYPES[wire] if wire else None, nonfinite)
 
 
 def environment_values(names: Iterable[str]) -> dict[str, str]:
@@ -80,7 +86,10 @@ def environment(variables: Mapping[str, str | None], prepend: Collection[str] = 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of one process group, as one rank sees them, and what it asks for. transport: a name or an instance."""
+    """The ranks of one process group, as one rank sees them, and what it asks for. transport: a name or an instance.
+
+    wire: a text about the form in which gradients travel, to be the same on all ranks.
+    """
 
     group: dist.ProcessGroup
     rank: int
@@ -88,6 +97,7 @@ class World:
     global_ranks: list[int]
     timeout_s: float
     transport: str | Transport
+    wire: str = ""
 
     @classmethod
     def of(
@@ -95,6 +105,7 @@ class World:
         group: dist.ProcessGroup | None,
         timeout: timedelta | float | None = None,
         transport: str | Transport = "auto",
+        wire: str = "",
     ) -> "World":
         """The default group's, if group is None. timeout: seconds, default the group's own.
 
@@ -106,7 +117,7 @@ class World:
         if rank < 0:
             raise ValueError("this process is not a member of the process group")
         ranks = dist.get_process_group_ranks(group)
-        return cls(group, rank, len(ranks), ranks, _timeout_s(group, timeout), _transport(transport))
+        return cls(group, rank, len(ranks), ranks, _timeout_s(group, timeout), _transport(transport), wire)
 
     def meet(self) -> Exchange:
         """The first round of a construction; collective. Returns the exchange for those that follow.
@@ -115,11 +126,11 @@ class World:
         ask for differ, and CommTimeout naming the missing rank.
         """
         exchange = self._exchange()
-        hellos = [json.loads(text) for text in exchange(_hello(_name_of(self.transport)))]
+        hellos = [json.loads(text) for text in exchange(_hello(_name_of(self.transport), self.wire))]
         for rank, hello in enumerate(hellos):
             if hello["withdrew"]:
                 raise CommError(f"rank {self.global_ranks[rank]} could not take part: {hello['withdrew']}")
-        for field, what in (("version", "gpucomm version"), ("transport", "transport")):
+        for field, what in (("version", "gpucomm version"), ("transport", "transport"), ("wire", "wire dtype")):
             for rank, hello in enumerate(hellos):
                 mine, theirs = hellos[0][field], hello[field]
                 if mine != theirs:
@@ -205,11 +216,12 @@ def _withdraw(group: dist.ProcessGroup | None, reason: str) -> None:
         rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
         if rank >= 0:
             # The store may live in this process: it stays until the peers had the time to come.
-            World(group, rank, len(ranks), ranks, _LINGER_S, "auto")._exchange()(_hello("", reason))
+            World(group, rank, len(ranks), ranks, _LINGER_S, "auto")._exchange()(_hello("", "", reason))
 
 
-def _hello(transport: str, withdrew: str = "") -> bytes:
-    return json.dumps({"version": __version__, "transport": transport, "withdrew": withdrew}).encode()
+def _hello(transport: str, wire: str, withdrew: str = "") -> bytes:
+    hello = {"version": __version__, "transport": transport, "wire": wire, "withdrew": withdrew}
+    return json.dumps(hello).encode()
 
 
 def _name_of(transport: str | Transport) -> str:

@@ -89,15 +89,6 @@ def test_it_is_torchs_class_with_torchs_arguments_in_torchs_order():
     assert [p.default for p in ours] == [p.default for p in theirs]
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [("mixed_precision", object()), ("device_mesh", object())],
-)
-def test_an_argument_that_is_not_served_yet_is_named(argument, value):
-    with pytest.raises(NotImplementedError, match=argument):
-        Ours(mlp(), **{argument: value})
-
-
 def test_construction_gives_rank_0s_parameters_and_buffers_to_all():
     def body(rank, world):
         model = ConvNet()

@@ -74,6 +74,13 @@ void complete(Engine& engine, int32_t parameter, const py::object& grad) {
   engine.complete(parameter, array.address, array.dtype);
 }
 
+// grad: a dense host array of the slot's number of elements, which the caller keeps alive.
+void unpack_to(Engine& engine, int32_t parameter, const py::object& grad) {
+  const HostArray array = array_of(grad);
+  if (array.numel != engine.slot(parameter).numel) throw py::value_error("unpack_to: numel differs from the slot's");
+  engine.unpack_to(parameter, array.address, array.dtype);
+}
+
 // iteration: only the events of this one (its low 16 bits count), all if negative.
 py::list trace_events(const Trace& trace, int64_t iteration) {
   py::list events;
@@ -148,6 +155,7 @@ void bind_engine(py::module_& module) {
            py::arg("piece_bytes") = 0)
       .def("set_plan", &set_plan, py::arg("buckets"), py::arg("layout_hash"))
       .def("replace_memory", &Engine::replace_memory, py::arg("bucket"), py::arg("memory"))
+      .def("unpack_to", &unpack_to, py::arg("parameter"), py::arg("grad"))
       .def("arm", &Engine::arm)
       .def("arm_local", &Engine::arm_local)
       .def("complete", &complete, py::arg("parameter"), py::arg("grad").none(true))

@@ -13,6 +13,7 @@
 #include "bindings/bindings.h"
 #include "bindings/errors.h"
 #include "bindings/host_array.h"
+#include "bindings/names.h"
 #include "engine/engine.h"
 
 namespace py = pybind11;
@@ -68,8 +69,11 @@ struct GradHook {
   PyObject* on_first;  // () -> None: the first gradient of a backward; arms the engine
   PyObject* on_moved;  // () -> None: a gradient on another thread than those before; raises if of another backward
   PyObject* on_other;  // (parameter index, parameter) -> None: every case but the plain one
-  Layout layout;       // of the slot's view
+  Layout layout;       // of the view that the gradient becomes
+  uint32_t accepted;   // dtypes that are packed as they come, a bit each
 };
+
+uint32_t bit(DType dtype) { return uint32_t{1} << static_cast<int>(dtype); }
 
 PyObject* call_other(GradHook* self, PyObject* param) {
   PyObject* index = PyLong_FromLong(self->parameter);
@@ -128,7 +132,7 @@ PyObject* grad_hook_call(PyObject* object, PyObject* const* args, size_t nargsf,
   if (!grad) return nullptr;
   HostArray array;
   Layout layout;
-  if (grad == Py_None || !read_exchange_array(grad, &array, &layout) || array.dtype != slot.dtype ||
+  if (grad == Py_None || !read_exchange_array(grad, &array, &layout) || !(self->accepted & bit(array.dtype)) ||
       array.numel != slot.numel || !(layout == self->layout) || may_be_lazy(grad, array)) {
     Py_DECREF(grad);
     return call_other(self, param);
@@ -156,15 +160,33 @@ void grad_hook_dealloc(PyObject* object) {
   Py_DECREF(type);
 }
 
-// set_layout(view): the view of the slot that this parameter has in a new plan.
+// set_layout(view): what the parameter's gradient becomes in a new plan: the view of its slot, or of where it is
+// unpacked.
 PyObject* grad_hook_set_layout(PyObject* object, PyObject* view) {
+  auto* self = reinterpret_cast<GradHook*>(object);
   HostArray array;
-  if (!read_host_array(view, &array, &reinterpret_cast<GradHook*>(object)->layout)) return nullptr;
+  if (!read_host_array(view, &array, &self->layout)) return nullptr;
+  self->accepted = bit(array.dtype);
+  Py_RETURN_NONE;
+}
+
+// accept(dtype name): gradients of this dtype are packed too, until the next set_layout.
+PyObject* grad_hook_accept(PyObject* object, PyObject* dtype) {
+  const char* name = PyUnicode_AsUTF8(dtype);
+  if (!name) return nullptr;
+  try {
+    reinterpret_cast<GradHook*>(object)->accepted |= bit(dtype_named(name));
+  } catch (...) {
+    set_python_error(std::current_exception());
+    return nullptr;
+  }
   Py_RETURN_NONE;
 }
 
 PyMethodDef grad_hook_methods[] = {
-    {"set_layout", grad_hook_set_layout, METH_O, "set_layout(view): the layout that a gradient must have to be packed"},
+    {"set_layout", grad_hook_set_layout, METH_O,
+     "set_layout(view): the layout and dtype that a gradient must have to be packed"},
+    {"accept", grad_hook_accept, METH_O, "accept(dtype): a further dtype that it may have"},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMemberDef grad_hook_members[] = {
@@ -198,6 +220,7 @@ py::object make_grad_hook(std::shared_ptr<Engine> engine, int32_t parameter, py:
   self->on_moved = on_moved.release().ptr();
   self->on_other = on_other.release().ptr();
   self->layout = Layout{};
+  self->accepted = 0;
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
 }
 
@@ -231,7 +254,7 @@ std::vector<int32_t> stale_views(const Engine& engine, const py::list& params, c
     if (slot.bucket < 0) continue;
     PyObject* view = PyList_GET_ITEM(views.ptr(), static_cast<Py_ssize_t>(i));
     HostArray array;
-    bool usable = read_host_array(view, &array, nullptr) && (array.address == slot.address || array.numel == 0);
+    bool usable = read_host_array(view, &array, nullptr) && (array.address == slot.grad || array.numel == 0);
     PyErr_Clear();
     if (usable && Py_REFCNT(view) > 1) {
       PyObject* grad = grad_attribute.get(PyList_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(i)));

@@ -13,14 +13,25 @@ namespace {
 // Tables by type, most recently used first; a program has two or three tensor types (Tensor, Parameter).
 struct KnownType {
   PyTypeObject* type;
-  const dlpack::ExchangeApi* api;
+  const dlpack::ExchangeApi* api;  // null: none
+  bool stands_for_others;
 };
 constexpr int kKnownTypes = 8;
 KnownType known_types[kKnownTypes];
 
-const dlpack::ExchangeApi* find_api(PyTypeObject* type) {
+// Torch's distributed, fake and other wrapper tensors have operators of their own, in Python, and a shape, but no
+// memory: the address that they inherit the means to tell is none. All others inherit a builtin function here.
+bool stands_for_others(PyTypeObject* type) {
+  PyObject* dispatch = PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__torch_dispatch__");
+  const bool own = dispatch && !PyCFunction_Check(dispatch);
+  PyErr_Clear();
+  Py_XDECREF(dispatch);
+  return own;
+}
+
+KnownType look_up(PyTypeObject* type) {
   for (const KnownType& known : known_types) {
-    if (known.type == type) return known.api;
+    if (known.type == type) return known;
   }
   const dlpack::ExchangeApi* api = nullptr;
   if (PyObject* capsule = PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__")) {
@@ -34,8 +45,9 @@ const dlpack::ExchangeApi* find_api(PyTypeObject* type) {
   std::move_backward(known_types, known_types + kKnownTypes - 1, known_types + kKnownTypes);
   // The reference keeps the type's address from being used again for another type.
   Py_INCREF(type);
-  known_types[0] = {type, api};
-  return api;
+  const bool stands = stands_for_others(type);
+  known_types[0] = {type, stands ? nullptr : api, stands};
+  return known_types[0];
 }
 
 // Returns the number of our elements in one of theirs, 0 if there is no counterpart.
@@ -251,7 +263,7 @@ int has_lazy_sign(PyObject* object, bool complex) {
 }
 
 bool read_exchange_array(PyObject* object, HostArray* array, Layout* layout) {
-  const dlpack::ExchangeApi* api = find_api(Py_TYPE(object));
+  const dlpack::ExchangeApi* api = look_up(Py_TYPE(object)).api;
   if (!api) return false;
   dlpack::Tensor tensor;
   if (api->tensor_from_object(object, &tensor) != 0) {
@@ -267,6 +279,11 @@ bool read_exchange_array(PyObject* object, HostArray* array, Layout* layout) {
 
 bool read_host_array(PyObject* object, HostArray* array, Layout* layout) {
   if (read_exchange_array(object, array, layout)) return true;
+  if (look_up(Py_TYPE(object)).stands_for_others) {
+    PyErr_Format(PyExc_ValueError, "expected an array in host memory, this %s has none of its own",
+                 Py_TYPE(object)->tp_name);
+    return false;
+  }
   const bool has_buffer = PyObject_CheckBuffer(object) != 0;
   if (!has_buffer && !PyObject_HasAttrString(object, "__dlpack__")) {
     PyErr_Format(PyExc_TypeError, "expected an array in host memory (torch, NumPy or anything with DLPack), got %s",

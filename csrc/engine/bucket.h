@@ -12,7 +12,9 @@
 
 namespace gpucomm {
 
-// Where a parameter's gradient lies in its bucket. A parameter without a slot (frozen) has bucket -1.
+// Where a parameter's gradient lies in its bucket, and where the program sees it: in the slot itself, or in other
+// memory into which it is unpacked, because it travels in another dtype. A parameter without a slot (frozen) has bucket
+// -1.
 struct Slot {
   int32_t bucket = -1;
   uint32_t order = 0;  // among the slots of the bucket
@@ -20,6 +22,8 @@ struct Slot {
   size_t offset = 0;  // in elements from the start of the bucket
   size_t numel = 0;
   std::byte* address = nullptr;
+  std::byte* grad = nullptr;           // the address above, if the gradient stays in its slot
+  DType grad_dtype = DType::kFloat32;  // another than dtype, if it does not
 };
 
 struct Bucket {
@@ -27,6 +31,7 @@ struct Bucket {
   DType dtype = DType::kFloat32;
   size_t numel = 0;                 // padding between slots included, it is zero
   std::vector<int32_t> parameters;  // in slot order
+  size_t unpacked_bytes = 0;        // of gradients that do not stay in their slots
   bool held = false;                // not launched before the end of backward
   // Of this iteration:
   size_t pending = 0;   // slots not yet packed

@@ -48,7 +48,9 @@ void Engine::set_plan(std::vector<BucketSpec> specs, uint64_t layout_hash) {
                                                         .dtype = spec.dtype,
                                                         .offset = slot.offset,
                                                         .numel = slot.numel,
-                                                        .address = base + slot.offset * element_bytes};
+                                                        .address = base + slot.offset * element_bytes,
+                                                        .grad = base + slot.offset * element_bytes,
+                                                        .grad_dtype = spec.dtype};
       bucket.parameters.push_back(slot.parameter);
     }
     bucket.memory = std::move(spec.memory);
@@ -62,10 +64,23 @@ void Engine::replace_memory(size_t index, Memory memory) {
   GPUCOMM_ASSERT(memory.bytes >= bucket.numel * size_of(bucket.dtype), "bucket " + std::to_string(index));
   for (int32_t parameter : bucket.parameters) {
     Slot& slot = slots_[static_cast<size_t>(parameter)];
+    const bool stays = slot.grad_dtype == slot.dtype;
     slot.address =
         static_cast<std::byte*>(memory.address) + (slot.address - static_cast<const std::byte*>(bucket.memory.address));
+    if (stays) slot.grad = slot.address;
   }
   bucket.memory = std::move(memory);
+}
+
+void Engine::unpack_to(int32_t parameter, void* grad, DType grad_dtype) {
+  GPUCOMM_ASSERT(mode_ == Mode::kIdle, "unpack_to inside a backward");
+  Slot& slot = slots_.at(static_cast<size_t>(parameter));
+  GPUCOMM_ASSERT(slot.bucket >= 0 && grad_dtype != slot.dtype, "parameter " + std::to_string(parameter));
+  Bucket& bucket = bucket_of(slot);
+  if (slot.grad_dtype != slot.dtype) bucket.unpacked_bytes -= slot.numel * size_of(slot.grad_dtype);
+  slot.grad = static_cast<std::byte*>(grad);
+  slot.grad_dtype = grad_dtype;
+  bucket.unpacked_bytes += slot.numel * size_of(grad_dtype);
 }
 
 void Engine::hand_over_to(TakeBucket take) {
@@ -78,6 +93,7 @@ void Engine::mark_reduced(size_t index) {
   const Bucket& bucket = buckets_.at(index);
   trace_->record(TraceKind::kReduce, static_cast<int32_t>(index), bucket.launch_ticks, ticks(),
                  bucket.numel * size_of(bucket.dtype), iteration_);
+  if (bucket.unpacked_bytes > 0) unpack(index);
 }
 
 void Engine::arm() {
@@ -157,7 +173,7 @@ void Engine::check_finite(int32_t parameter, const void* packed, DType dtype, si
 
 void Engine::mark_packed(int32_t parameter) {
   const Slot& slot = slots_[static_cast<size_t>(parameter)];
-  mark_ready(parameter, slot.address, slot.dtype);
+  mark_ready(parameter, slot.grad, slot.grad_dtype);
 }
 
 void Engine::request_second_round(int32_t parameter) {
@@ -233,6 +249,19 @@ void Engine::note_reduced() {
     if (!take_) mark_reduced(reduced_);
     ++reduced_;
   }
+}
+
+// While backward still runs, if the bucket is reduced by then: its gradients were taken from their parameters when they
+// were packed, so nobody looks at the memory that is written here.
+void Engine::unpack(size_t index) {
+  const Bucket& bucket = buckets_[index];
+  const uint64_t begin = ticks();
+  for (int32_t parameter : bucket.parameters) {
+    const Slot& slot = slots_[static_cast<size_t>(parameter)];
+    if (slot.grad_dtype == slot.dtype) continue;
+    codec_->unpack(slot.grad, slot.grad_dtype, slot.address, slot.dtype, slot.numel, 1.0);
+  }
+  trace_->record(TraceKind::kUnpack, static_cast<int32_t>(index), begin, ticks(), bucket.unpacked_bytes, iteration_);
 }
 
 std::vector<int32_t> Engine::missing() const {

@@ -61,6 +61,10 @@ class Engine {
   void set_plan(std::vector<BucketSpec> buckets, uint64_t layout_hash);
   // Moves one bucket to other memory of the same size. Only between iterations.
   void replace_memory(size_t bucket, Memory memory);
+  // Has the gradient of a parameter unpacked to `grad` (numel elements, of another dtype than the slot's) once it is
+  // reduced. The memory stays the caller's, alive until the next call for this parameter or the next set_plan(). Only
+  // between iterations.
+  void unpack_to(int32_t parameter, void* grad, DType grad_dtype);
 
   // From now on buckets are not reduced by the transport but given to `take`: whole, in plan order, undivided. What it
   // makes of them has to be in their memory when the iteration ends; mark_reduced() notes it in the trace.
@@ -92,7 +96,7 @@ class Engine {
   // The same for a slot whose parameter got no gradient in this backward: packs what `grad` holds, zeros if null.
   // Does not count as used, launches nothing.
   void complete(int32_t parameter, const void* grad, DType grad_dtype);
-  // For a caller that has written the slot itself (foreign layouts): only counts it.
+  // For a caller that has put the gradient where the program sees it (foreign layouts): packs it from there.
   void mark_packed(int32_t parameter);
 
   // Whether mark_ready(), mark_packed() and complete() look for infinities and NaN in what they packed, while it is in
@@ -149,6 +153,7 @@ class Engine {
   bool launch_next_piece(Bucket& bucket);
   bool hand_over(Bucket& bucket);
   void note_reduced();
+  void unpack(size_t bucket);
   void note_wait(uint64_t begin_ticks, int32_t id, size_t bytes);
   void start_header(const HeaderWords& words);
   void read_verdict();

@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gpucomm import _core
+from gpucomm.ddp.mixed_precision import check_precision, wire_of
 from gpucomm.reduction.buckets import MIB, BucketPlan
+from gpucomm.reduction.wire import Wire, check_wire_dtype, narrow_wire
 from gpucomm.transport import Transport
-from gpucomm.world import nonfinite_policy
+from gpucomm.world import Settings, nonfinite_policy
 
 # What stock DDP reports as its default; our own plan has buckets of another size.
 _REPORTED_CAP_MB = 25
@@ -45,6 +47,8 @@ class Arguments:
     static_graph: bool
     delay_all_reduce_named_params: Sequence[tuple[str, torch.nn.Parameter]] | None
     param_to_hook_all_reduce: torch.nn.Parameter | None
+    mixed_precision: Any
+    device_mesh: Any
     skip_all_reduce_unused_params: bool
     bucket_cap_mb_list: Sequence[float] | None
     batched_grad_copy: bool
@@ -53,6 +57,7 @@ class Arguments:
     plan: BucketPlan | None
     timeout: timedelta | float | None
     nonfinite: str | None
+    wire_dtype: torch.dtype | None
     audit_every: int
 
     def __post_init__(self) -> None:
@@ -64,11 +69,20 @@ class Arguments:
             )
         if self.plan is not None and (self.bucket_cap_mb is not None or self.bucket_cap_mb_list):
             raise ValueError("plan and a bucket cap contradict each other: give one of them")
+        if self.wire_dtype is not None and self.mixed_precision is not None:
+            raise ValueError("wire_dtype and mixed_precision contradict each other: give reduce_dtype in the latter")
 
     @property
     def nonfinite_policy(self) -> str:
         """The argument's, or the environment's."""
         return nonfinite_policy(self.nonfinite)
+
+    @property
+    def wire(self) -> Wire:
+        """How gradients travel, by argument or environment."""
+        if self.mixed_precision is not None:
+            return wire_of(self.mixed_precision)
+        return narrow_wire(self.wire_dtype if self.wire_dtype is not None else Settings.from_environment().wire_dtype)
 
     @property
     def caps_bytes(self) -> tuple[int, ...] | None:
@@ -303,5 +317,8 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "plan": _optional(_plan),
     "timeout": _optional(_duration),
     "nonfinite": lambda name, value: nonfinite_policy(value),
+    "mixed_precision": _optional(check_precision),
+    "device_mesh": lambda name, value: value,  # checked by group_of
+    "wire_dtype": lambda name, value: check_wire_dtype(value),
     "audit_every": _interval,
 }

@@ -17,7 +17,8 @@ import torch
 from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.ddp.replicas import as_bytes
-from gpucomm.errors import ReplicasDiffer
+from gpucomm.errors import CommError, ReplicasDiffer
+from gpucomm.reduction.local import local_of
 
 # A tensor is looked at in so many parts a turn, until a part has at most so many elements.
 _PARTS = 256
@@ -37,8 +38,7 @@ class Replica:
 
     def local(self, index: int) -> torch.Tensor:
         """The tensor; of a DTensor the part that lies here, of which the other ranks have a copy."""
-        tensor = self.tensors[index]
-        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        return local_of(self.tensors[index])
 
     def bytes_of(self, index: int) -> torch.Tensor:
         """Its elements in the order of their indices, whatever its strides: ranks may differ in those."""
@@ -62,13 +62,17 @@ def raise_first_difference(
     """Raises ReplicasDiffer on every rank for the first of the suspects that differs; collective.
 
     suspects, ascending: indices of this rank's tensors, of which at least one differs from a peer's. checksums: of all
-    its tensors.
+    its tensors. Raises CommError if none does: then it is the plans of the ranks that differ.
     """
     mine = {replica.names[i]: (*replica.describe(i), checksums[i]) for i in suspects}
     everything = [pickle.loads(text) for text in comm.all_gather_bytes(pickle.dumps(mine))]
     names = list(dict.fromkeys(name for theirs in everything for name in theirs))
     rows = {name: [theirs.get(name) for theirs in everything] for name in names}
     differing = [name for name in names if len(set(rows[name])) > 1]
+    if not differing:
+        raise CommError(
+            "the bucket plans of the ranks differ (and not their tensors): were they given other arguments?"
+        )
     name, row = differing[0], rows[differing[0]]
     kinds = {entry and entry[:-1] for entry in row}
     if len(kinds) > 1:

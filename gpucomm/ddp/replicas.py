@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from gpucomm.communicator import Communicator
+from gpucomm.ddp.mesh import placement_of
 from gpucomm.errors import ModelsDiffer
 from gpucomm.reduction.buckets import MIB
+from gpucomm.reduction.local import local_of
 from gpucomm.world import Exchange
 
 # Tensors are brought together in pieces of this size, so that a broadcast needs little memory beside the model.
@@ -17,10 +19,13 @@ _CHUNK_BYTES = 32 * MIB
 def check_same_model(
     names: Sequence[str], tensors: Sequence[torch.Tensor], global_ranks: Sequence[int], exchange: Exchange
 ) -> None:
-    """Raises ModelsDiffer on every rank if number, order, shape, dtype, strides or requires_grad differ; collective."""
+    """Raises ModelsDiffer on every rank if number, order, shape, dtype, strides, requires_grad or placement differ.
+
+    Of distributed tensors, shape and strides are those of the part that this rank holds. Collective.
+    """
     mine = [
-        (name, tuple(t.shape), str(t.dtype), tuple(t.stride()), t.requires_grad)
-        for name, t in zip(names, tensors, strict=True)
+        (name, tuple(t.shape), str(t.dtype), tuple(t.stride()), t.requires_grad, placement_of(whole))
+        for name, whole, t in zip(names, tensors, map(local_of, tensors), strict=True)
     ]
     everything = [pickle.loads(text) for text in exchange(pickle.dumps(mine))]
     first = everything[0]
@@ -30,7 +35,7 @@ def check_same_model(
             raise ModelsDiffer(f"the model differs between ranks: {_first_difference(first, theirs, here, there)}")
 
 
-_FIELDS = ("name", "shape", "dtype", "strides", "requires_grad")
+_FIELDS = ("name", "shape", "dtype", "strides", "requires_grad", "placement")
 
 
 def _first_difference(first: list, theirs: list, here: str, there: str) -> str:
@@ -45,12 +50,15 @@ def _first_difference(first: list, theirs: list, here: str, there: str) -> str:
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], comm: Communicator, root: int = 0) -> None:
-    """Gives every rank rank root's values, as bytes, so of any dtype and layout; collective. Version counters stay."""
+    """Gives every rank rank root's values, as bytes, so of any dtype and layout; collective. Version counters stay.
+
+    Of a distributed tensor, the part that the rank holds.
+    """
     with torch.no_grad():
         chunk: list[torch.Tensor] = []
         nbytes = 0
         for tensor in tensors:
-            chunk.append(_without_repeats(tensor))
+            chunk.append(_without_repeats(local_of(tensor)))
             nbytes += chunk[-1].nbytes
             if nbytes >= _CHUNK_BYTES:
                 _broadcast_chunk(chunk, comm, root)

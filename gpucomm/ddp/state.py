@@ -25,7 +25,7 @@ def of(ddp: "DistributedDataParallel") -> dict[str, Any]:
     if not isinstance(ddp._arguments.transport, str):
         raise TypeError("a DistributedDataParallel that was given a transport object cannot be copied or pickled")
     attributes = {name: value for name, value in vars(ddp).items() if name not in _CONNECTED}
-    attributes["_arguments"] = replace(ddp._arguments, process_group=None)
+    attributes["_arguments"] = replace(ddp._arguments, process_group=None, device_mesh=None)
     # To torch's hooks, and to the built-in ones, a state of None is the default group.
     group = ddp.process_group
     attributes["_comm_hooks"] = [(hook, None if state is group else state) for hook, state in ddp._comm_hooks]
@@ -36,7 +36,7 @@ def restore(ddp: "DistributedDataParallel", attributes: dict[str, Any]) -> None:
     """Makes a wrapper of its own, over the default group, from what of() gave; collective. Values stay each rank's."""
     with withdrawing(None):
         arguments = attributes["_arguments"]
-        world = World.of(None, arguments.timeout, arguments.transport)
+        world = World.of(None, arguments.timeout, arguments.transport, str(arguments.wire))
         torch.nn.Module.__setstate__(ddp, attributes)
         table = ddp._make_table()
     ddp._connect(world, table, init_sync=False)
@@ -54,6 +54,7 @@ def move(ddp: "DistributedDataParallel", group: dist.ProcessGroup) -> None:
     with withdrawing(group):
         if not isinstance(ddp._arguments.transport, str):
             raise ValueError("a transport object serves one group only, so this wrapper cannot move to another")
-        world = World.of(group, ddp._arguments.timeout, ddp._arguments.transport)
+        arguments = ddp._arguments
+        world = World.of(group, arguments.timeout, arguments.transport, str(arguments.wire))
     ddp._reduction.close()
     ddp._connect(world, ddp._make_table(), init_sync=False)

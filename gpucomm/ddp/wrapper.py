@@ -14,13 +14,16 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gpucomm import _core
 from gpucomm.communicator import Communicator
-from gpucomm.ddp import buffers, state, sync_batch_norm
+from gpucomm.ddp import buffers, optimizer_in_backward, state, sync_batch_norm
 from gpucomm.ddp.arguments import Arguments, check_delayed, check_devices, check_module, check_parameters
 from gpucomm.ddp.audit import Audit, AuditReport
 from gpucomm.ddp.comm_hooks import CAPS as HOOK_CAPS
 from gpucomm.ddp.comm_hooks import builtin_hook, check_hook
+from gpucomm.ddp.compiling import keep_compiler_out
 from gpucomm.ddp.join import DdpJoinHook, meet_in_forward
 from gpucomm.ddp.logging_data import Logger
+from gpucomm.ddp.mesh import check_placement, group_of
+from gpucomm.ddp.mixed_precision import MixedPrecision
 from gpucomm.ddp.replicas import broadcast_tensors, check_same_model
 from gpucomm.ddp.stand_in import StandIn
 from gpucomm.ddp.torch_reducer import TorchReducer
@@ -28,13 +31,16 @@ from gpucomm.reduction.buckets import MIB, BucketPlan, ParameterSpec
 from gpucomm.reduction.comm_hooks import name_of
 from gpucomm.reduction.parameters import ParameterTable
 from gpucomm.reduction.reducer import Reducer
+from gpucomm.reduction.wire import refuse_beside_hooks
 from gpucomm.trace import TraceEvent, read_trace
 from gpucomm.transport import Transport
 from gpucomm.world import World, withdrawing
 
-# Shared memory wants small buckets: reduced while they are in cache, and early. Sockets want few messages.
+# Shared memory wants small buckets: reduced while they are in cache, and early. Sockets want few messages, but the wire
+# has to be busy from the first gradient on: at 1 Gbit/s, waiting for a bucket of 8 MiB left a tenth of what could be
+# hidden exposed, and buckets of 2 MiB (17 ms there) fill the wire as well as one.
 _OWN_CAPS = {"shm": (1 * MIB,), "loopback": (1 * MIB,)}
-_SOCKET_CAPS = (1 * MIB, 8 * MIB)
+_SOCKET_CAPS = (MIB // 4, MIB // 2, 1 * MIB, 2 * MIB)
 # In shared memory a piece of a bucket is reduced as soon as it is packed, while a core's own cache still holds it.
 _PIECE_BYTES = {"shm": MIB // 4, "loopback": MIB // 4}
 
@@ -56,12 +62,15 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
         nonfinite: what becomes of an iteration with a gradient that is infinite or not a number: "pass" (nothing),
             "raise" (NonFinite on every rank, naming the first rank and parameter), or "skip" (on every rank, optimizers
             leave the parameters alone; .grad stays as it is, so that a GradScaler lowers its scale); default: pass.
+        wire_dtype: torch.bfloat16 or torch.float16: fp32 gradients travel as that, `.grad` is fp32 again. Each rank's
+            gradient is rounded once, and the mean once; they are divided by the number of ranks before they are added,
+            in fp32. A gradient beyond the range of float16 (65,504) becomes infinite on every rank, in `.grad` too.
+            Such parameters take the memory of their gradient and of its form on the wire.
         audit_every: run audit() in the first training forward after every so many reductions; 0: never.
 
     Raises:
         ModelsDiffer: the ranks' models differ; on every rank, naming the first difference.
         TransportUnavailable: a transport asked for by name cannot serve the group.
-        NotImplementedError: naming an argument that is not served yet.
         ValueError, TypeError, RuntimeError: for arguments that torch's class refuses too.
         StepFailed, PeerFailed, CommTimeout: later, from backward; see gpucomm.errors.
     """
@@ -98,12 +107,14 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
         plan: BucketPlan | None = None,
         timeout: timedelta | float | None = None,
         nonfinite: str | None = None,
+        wire_dtype: torch.dtype | None = None,
         audit_every: int = 0,
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         with withdrawing(process_group):
-            _refuse_unserved(mixed_precision=mixed_precision, device_mesh=device_mesh)
+            group = group_of(process_group, device_mesh)
+        with withdrawing(group):
             arguments = Arguments(
                 device_ids=device_ids,
                 output_device=output_device,
@@ -118,6 +129,8 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
                 static_graph=static_graph,
                 delay_all_reduce_named_params=delay_all_reduce_named_params,
                 param_to_hook_all_reduce=param_to_hook_all_reduce,
+                mixed_precision=mixed_precision,
+                device_mesh=device_mesh,
                 skip_all_reduce_unused_params=skip_all_reduce_unused_params,
                 bucket_cap_mb_list=bucket_cap_mb_list,
                 batched_grad_copy=batched_grad_copy,
@@ -126,15 +139,17 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
                 plan=plan,
                 timeout=timeout,
                 nonfinite=nonfinite,
+                wire_dtype=wire_dtype,
                 audit_every=audit_every,
             )
             check_module(module)
-            world = World.of(process_group, arguments.timeout, arguments.transport)
+            world = World.of(group, arguments.timeout, arguments.transport, str(arguments.wire))
             self._take(arguments, module)
             table = self._make_table()
+            check_placement(table.names, table.params, world.global_ranks)
             if plan is not None:
                 trainable = [i for i, p in enumerate(table.params) if p.requires_grad]
-                plan.check([ParameterSpec.of(p) for p in table.params], trainable)
+                plan.check([ParameterSpec.of(p, arguments.wire) for p in table.params], trainable)
             arguments.warn_deprecated(stacklevel=2)
         self._connect(world, table, init_sync=arguments.init_sync)
         if arguments.static_graph:
@@ -165,7 +180,12 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
         self.gradient_as_bucket_view = arguments.gradient_as_bucket_view
         self.batched_grad_copy = arguments.batched_grad_copy
         self.skip_all_reduce_unused_params = arguments.skip_all_reduce_unused_params
-        self.mixed_precision = None
+        self.mixed_precision = arguments.mixed_precision
+        self._precision = None
+        if arguments.mixed_precision is not None:
+            self._precision = MixedPrecision(arguments.mixed_precision, module, self.parameters_to_ignore)
+        if arguments.device_mesh is not None:
+            self.device_mesh = arguments.device_mesh
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.forward_sync_buffers = arguments.syncs_buffers_in_forward
@@ -185,6 +205,7 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
 
     def _connect(self, world: World, table: ParameterTable, init_sync: bool) -> None:
         """Builds all that talks to other ranks; collective. init_sync: compare the models, and take rank 0's values."""
+        keep_compiler_out()
         arguments = self._arguments
         self.process_group = world.group
         self._assign_modules_buffers()
@@ -214,8 +235,11 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
             plan=arguments.plan,
             delayed=table.indices_of(self._delay_all_reduce_params),
             skip_unused=self.skip_all_reduce_unused_params,
+            wire=arguments.wire,
         )
         self._reduction.sync_requested = _requested_by(self)
+        if self._precision is not None:
+            self._reduction.on_backward = self._precision.on_backward_end
         for hook, hook_state in self._comm_hooks:
             self._add_comm_hook(hook_state, hook)
         self._passing_sync_batchnorm_handle(self.module)
@@ -258,6 +282,8 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
             if everybody and torch.is_grad_enabled():
                 self._audit.before_forward(self)
             self._audit.buffers_are_equal = False
+        if self._precision is not None:
+            inputs, kwargs = self._precision.cast_inputs(inputs, kwargs)
         if self.device_ids:
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             return moved_inputs[0], moved_kwargs[0]
@@ -400,10 +426,11 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
         bucket: torch's GradBucket, or what has its methods; the gradients in it are this rank's, undivided. The hook
         returns a torch Future of a tensor of the bucket's size, which becomes the gradients. A further hook gets, after
         backward, what those before it made of a bucket. Gradients without a slot in a bucket (in the iteration in which
-        a parameter is unfrozen or replaced, sparse ones) are averaged without the hook.
+        a parameter is unfrozen or replaced, sparse ones) are averaged without the hook. RuntimeError beside wire_dtype.
         """
         with self.logger.recording_errors():
             check_hook(hook)
+            refuse_beside_hooks(self._arguments.wire)
         self._add_comm_hook(state, hook)
         self._comm_hooks.append((hook, state))
         self.logger._set_comm_hook_name(name_of(hook))
@@ -427,6 +454,9 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
             overlapped.register_ddp(self)
         except NotImplementedError as error:
             raise RuntimeError(f"{optim} does not support overlapped DDP: torch has no functional one") from error
+
+    def _setup_in_backward_optimizers(self) -> None:
+        optimizer_in_backward.take_over(self)
 
     # ---- means
 
@@ -452,9 +482,3 @@ def _requested_by(ddp: DistributedDataParallel) -> Any:
     """Whether gradients are to be reduced in a backward that no forward of the wrapper came before."""
     reference = weakref.ref(ddp)
     return lambda: getattr(reference(), "require_backward_grad_sync", True)
-
-
-def _refuse_unserved(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(f"argument {name} is not served yet")

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 import torch
 
 from gpucomm import _core
+from gpucomm.reduction.local import local_of
+from gpucomm.reduction.wire import Wire
 from gpucomm.transport import flat_tensor
 
 MIB = 1 << 20
@@ -16,20 +18,26 @@ MIB = 1 << 20
 SLOT_ALIGNMENT = 16
 # Buckets of a memory block start at multiples of a page.
 _BUCKET_ALIGNMENT = 4096
+_AS_THEY_ARE = Wire()
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter as planning sees it: what its gradient is like. strides: in elements, those of a dense tensor."""
+    """A parameter as planning sees it: what its gradient is like. strides: in elements, those of a dense tensor.
+
+    Of a distributed parameter it is its local part. wire_dtype: see Wire.dtype_of.
+    """
 
     shape: torch.Size
     strides: tuple[int, ...]
     tensor_dtype: torch.dtype
+    wire_dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, param: torch.Tensor) -> "ParameterSpec":
-        strides = param.stride() if is_dense(param) else contiguous_strides(param.shape)
-        return cls(param.shape, tuple(strides), param.dtype)
+    def of(cls, param: torch.Tensor, wire: Wire = _AS_THEY_ARE) -> "ParameterSpec":
+        local = local_of(param)
+        strides = local.stride() if is_dense(local) else contiguous_strides(local.shape)
+        return cls(local.shape, tuple(strides), local.dtype, wire.dtype_of(local.dtype))
 
     def is_like(self, other: "ParameterSpec") -> bool:
         """Whether gradients of both fit one view; strides, in which ranks may differ, do not matter for that."""
@@ -38,6 +46,8 @@ class ParameterSpec:
     @property
     def dtype(self) -> torch.dtype:
         """Of the elements in a bucket: a complex number is a pair of real ones there."""
+        if self.wire_dtype is not None:
+            return self.wire_dtype
         return self.tensor_dtype.to_real() if self.tensor_dtype.is_complex else self.tensor_dtype
 
     @property
@@ -49,7 +59,7 @@ class ParameterSpec:
         return self.numel * self.dtype.itemsize
 
     def view(self, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
-        """A tensor like the gradient, `offset` elements of the bucket into its storage."""
+        """A tensor like the gradient, `offset` real elements of its dtype into the storage."""
         # Made with set_, not as an autograd view, so that detach_() works on a gradient.
         at = offset // (2 if self.tensor_dtype.is_complex else 1)
         return torch.empty(0, dtype=self.tensor_dtype).set_(storage, at, self.shape, self.strides)
@@ -199,18 +209,53 @@ _use_count = _use_count_function()
 
 
 class BucketMemory:
-    """The memory of one bucket and the views of its slots, each shaped and strided like its parameter."""
+    """The memory of one bucket and the views of its gradients, each shaped and strided like its parameter.
+
+    A gradient lies in its slot, or, if it travels in another dtype, in memory of its own beside it: the parameters in
+    `unpacked`.
+    """
 
     def __init__(self, bucket: Bucket, memory: _core.Memory, specs: Sequence[ParameterSpec]) -> None:
         self.memory = memory
         self.flat = flat_tensor(memory, getattr(torch, bucket.dtype), bucket.numel)
-        self._storage = self.flat.untyped_storage()
-        self.views = {slot.parameter: specs[slot.parameter].view(self._storage, slot.offset) for slot in bucket.slots}
-        self._uses = _use_count(self._storage._cdata)
+        self.unpacked = [slot.parameter for slot in bucket.slots if specs[slot.parameter].wire_dtype is not None]
+        apart = set(self.unpacked)
+        self.views = {
+            slot.parameter: specs[slot.parameter].view(self.flat.untyped_storage(), slot.offset)
+            for slot in bucket.slots
+            if slot.parameter not in apart
+        }
+        self.in_slots = bool(self.views)
+        self._unpacked_flats: list[torch.Tensor] = []
+        for dtype in sorted({specs[parameter].tensor_dtype for parameter in self.unpacked}, key=str):
+            self._add_unpacked(dtype, specs)
+        self._storages = [flat.untyped_storage() for flat in (self.flat, *self._unpacked_flats)]
+        self.count_uses()
+
+    def _add_unpacked(self, dtype: torch.dtype, specs: Sequence[ParameterSpec]) -> None:
+        members = [parameter for parameter in self.unpacked if specs[parameter].tensor_dtype == dtype]
+        starts, end = [], 0
+        for parameter in members:
+            starts.append(end)
+            end += -(-specs[parameter].numel // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        flat = torch.empty(end, dtype=dtype)
+        for parameter, start in zip(members, starts, strict=True):
+            self.views[parameter] = specs[parameter].view(flat.untyped_storage(), start)
+        self._unpacked_flats.append(flat)
+
+    def scale(self, factor: float) -> None:
+        """Multiplies the gradients, where they lie."""
+        for flat in (self.flat, *self._unpacked_flats):
+            if flat.is_floating_point():
+                flat.mul_(factor)
+
+    def count_uses(self) -> None:
+        """All tensors that lie in this memory now are ours."""
+        self._uses = [_use_count(storage._cdata) for storage in self._storages]
 
     def aliased(self) -> bool:
-        """True if a tensor besides the views made here lies in this memory: somebody keeps (part of) a gradient."""
-        return _use_count(self._storage._cdata) > self._uses
+        """True if a tensor besides ours lies in this memory: somebody keeps (part of) a gradient."""
+        return any(_use_count(storage._cdata) > uses for storage, uses in zip(self._storages, self._uses, strict=True))
 
 
 def allocate_buckets(plan: BucketPlan, transport: _core.Transport) -> list[_core.Memory]:

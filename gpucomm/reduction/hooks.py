@@ -6,6 +6,7 @@ import torch
 
 from gpucomm import _core
 from gpucomm.reduction.parameters import ParameterTable
+from gpucomm.reduction.wire import Wire
 
 
 class Hooks:
@@ -22,11 +23,14 @@ class Hooks:
         for index, param in enumerate(table.params):
             self.attach(index, param)
 
-    def set_layouts(self, views: list[torch.Tensor | None]) -> None:
+    def set_layouts(self, views: list[torch.Tensor | None], wire: Wire) -> None:
         """views: of a new plan, one per index; None: no slot."""
         for hook, view in zip(self._hooks, views, strict=True):
-            if view is not None:
-                hook.set_layout(view)
+            if view is None:
+                continue
+            hook.set_layout(view)
+            if wire.comes is not None and wire.takes(wire.comes, view.dtype):
+                hook.accept(str(wire.comes).removeprefix("torch."))
 
     def attach(self, index: int, param: torch.nn.Parameter) -> None:
         """Puts the hook of this index on a parameter, in place of the one that had it before."""

@@ -41,6 +41,7 @@ from gpucomm.reduction.finite import FiniteCheck
 from gpucomm.reduction.forecast import Forecast
 from gpucomm.reduction.graph import with_graph
 from gpucomm.reduction.hooks import Hooks
+from gpucomm.reduction.local import local_grad, placed_like
 from gpucomm.reduction.parameters import ParameterTable
 from gpucomm.reduction.second_round import SecondRound
 from gpucomm.reduction.sharing import claim, enlist, retire
@@ -48,6 +49,7 @@ from gpucomm.reduction.slots import Slots
 from gpucomm.reduction.usage import Usage
 from gpucomm.reduction.verdict import check_loops, differing_forwards, mean_factor
 from gpucomm.reduction.weights import Weight
+from gpucomm.reduction.wire import Wire
 from gpucomm.transport import Transport
 
 
@@ -57,7 +59,7 @@ class Reducer:
     table: all parameters of the module, the same on every rank. caps, plan, delayed, skip_unused: see Slots.
     timeout_s: for waits that are not the transport's.
     piece_bytes: buckets are packed and reduced in pieces of this size, 0: each as a whole.
-    allow_unused, static_graph: see Usage. nonfinite: see FiniteCheck.
+    allow_unused, static_graph: see Usage. nonfinite: see FiniteCheck. wire: how gradients travel, see Wire.
     comm: brings the transport; collectives of the wrapper and of the engine come in one order on its stream.
     """
 
@@ -77,6 +79,7 @@ class Reducer:
         plan: BucketPlan | None = None,
         delayed: Collection[int] = (),
         skip_unused: bool = False,
+        wire: Wire | None = None,
     ) -> None:
         self.table = table
         self.params = table.params
@@ -86,7 +89,9 @@ class Reducer:
         self.transport = transport
         self.trace = _core.Trace()
         self.engine = _core.Engine(transport, stream, self.trace, len(self.params), piece_bytes=piece_bytes)
-        self.slots = Slots(self.params, self.engine, transport, caps, plan, table.sparse, delayed, skip_unused)
+        self.slots = Slots(
+            self.params, self.engine, transport, caps, plan, wire or Wire(), table.sparse, delayed, skip_unused
+        )
         self.sync_requested: Callable[[], bool] = lambda: True
 
         self.weight = Weight()
@@ -119,9 +124,10 @@ class Reducer:
         self._warnings: list[str] = []  # given once the iteration is complete
         self._warned_forwards = False
         self._hooks = Hooks(table, self._make_hook)
-        self._hooks.set_layouts(self.slots.views)
+        self._hooks.set_layouts(self.slots.views, self.slots.wire)
         table.on_replace = _weakly(self, "_on_replaced_parameter")
         self.on_reduced: list[Callable[[], None]] = []  # each is called once, when the next reduction is complete
+        self.on_backward: Callable[[bool], None] = lambda reduced: None  # before its gradients are completed
         self.on_error: Callable[[str], None] = lambda text: None  # is told what an iteration raises
         self.active = True
         enlist(self)
@@ -234,7 +240,7 @@ class Reducer:
 
     def _ready_slots(self) -> None:
         if self.slots.apply_next():
-            self._hooks.set_layouts(self.slots.views)
+            self._hooks.set_layouts(self.slots.views, self.slots.wire)
         self.slots.free()
         if self.comm_hooks is not None:
             self.comm_hooks.hold_back()
@@ -274,8 +280,8 @@ class Reducer:
                 "wrapper ran the last forward and does not have this one: run backward before another wrapper's "
                 "forward, or wrap one module that holds both"
             )
-        engine, grad = self.engine, param.grad
-        if engine.mode != _core.Mode.REDUCE or grad is None:
+        engine = self.engine
+        if engine.mode != _core.Mode.REDUCE or (grad := local_grad(param)) is None:
             return  # not ours to reduce, or undefined: the parameter was not used
         is_last, view = self._hooks.comes_last(index), self.slots.fitting_view(index, grad)
         if self._graphed is not None and (is_last or engine.packed(index)):
@@ -309,6 +315,7 @@ class Reducer:
 
     @torch.no_grad()
     def _on_backward_end(self) -> None:
+        self.on_backward(self.engine.mode == _core.Mode.REDUCE)
         if self.engine.mode == _core.Mode.LOCAL:
             self.engine.disarm()
             fault, self._fault = self._fault, None
@@ -320,7 +327,8 @@ class Reducer:
             return
         try:
             if not self.joined:
-                self._complete_missing()
+                with self._usage.search_range():
+                    self._complete_missing()
             self._finish()
         except StepFailed as error:
             self._spoiled = True
@@ -332,8 +340,9 @@ class Reducer:
             raise
         finally:
             self._reset()
-        while self.on_reduced:
-            self.on_reduced.pop(0)()
+        due, self.on_reduced = self.on_reduced, []
+        for callback in due:
+            callback()
         if (text := self._usage.change) is not None:
             self._usage.change = None
             self.on_error(text)
@@ -366,8 +375,7 @@ class Reducer:
 
     def _scale(self, factor: float) -> None:
         for memory in self.slots.memories:
-            if memory.flat.is_floating_point():
-                memory.flat.mul_(factor)
+            memory.scale(factor)
         for mean in (*self._slotless_means.values(), *self._sparse_means.values()):
             mean.mul_(factor)
 
@@ -378,16 +386,16 @@ class Reducer:
 
     def _unpack(self, verdict: _core.Verdict) -> None:
         """Gives every parameter that was used on some rank its mean as `.grad`."""
-        apart = self._slotless_means | self._sparse_means
-        for index, mean in apart.items():
+        for index, mean in (*self._slotless_means.items(), *self._sparse_means.items()):
+            grad = placed_like(self.params[index], mean)
             if self.slots.views[index] is not None:
-                self.slots.views[index] = mean  # in place of the view, which holds zeros of another kind
-        _core.install_views(self.engine, verdict, self.params, self.slots.views)
-        for index, mean in apart.items():
-            self.params[index].grad = mean
-        for index, grad in self._kept.items():
+                self.slots.substitute(index, grad)
+            else:
+                self.params[index].grad = grad
+        _core.install_views(self.engine, verdict, self.params, self.slots.grads)
+        for index, kept in self._kept.items():
             if not verdict.is_used(index):
-                self.slots.view(index).copy_(grad)
+                self.slots.view(index).copy_(kept)
 
     def _give_graph(self, verdict: _core.Verdict, factor: float) -> None:
         """The reduced gradients become functions of this rank's own, so that a derivative of theirs can be taken."""
@@ -416,7 +424,7 @@ class Reducer:
         for index in missing:
             self._complete(index)
         for index in (*missing, *self.slots.slotless):
-            grad = self.params[index].grad
+            grad = local_grad(self.params[index])
             if grad is not None and self.engine.used(index) and self.slots.fitting_view(index, grad) is None:
                 # Accumulated under no_sync, or left to hooks of the program, and does not fit.
                 self._send_apart(index, grad)
@@ -424,7 +432,7 @@ class Reducer:
 
     def _complete(self, index: int) -> None:
         """Packs what `.grad` holds of a parameter that gets no gradient in this backward, else zeros."""
-        grad = self.params[index].grad
+        grad = local_grad(self.params[index])
         view = self.slots.fitting_view(index, grad) if grad is not None else None
         if grad is None or view is None:
             self.engine.complete(index, None)

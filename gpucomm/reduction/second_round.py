@@ -11,13 +11,14 @@ import torch
 
 from gpucomm.communicator import Communicator
 from gpucomm.errors import StepFailed
+from gpucomm.reduction.local import local_of
 
 if TYPE_CHECKING:
     from gpucomm.reduction.reducer import Reducer
 
 
 class _Kind(NamedTuple):
-    """What a rank's contribution is like. sparse_dim: 0 where it is dense, or none."""
+    """What a rank's contribution is like (of a distributed one, its part). sparse_dim: 0 where it is dense, or none."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,11 +51,11 @@ class SecondRound:
         kinds = self._agree_on_kinds(reducer, parameters)
         for dtype in sorted({kind.dtype for kind in kinds.values() if not kind.sparse_dim}, key=str):
             members = [i for i, kind in kinds.items() if kind.dtype == dtype and not kind.sparse_dim]
-            parts = [self._grads.get(i, torch.zeros(reducer.params[i].shape, dtype=dtype)) for i in members]
+            parts = [self._grads.get(i, torch.zeros(kinds[i].shape, dtype=dtype)) for i in members]
             flat = torch.cat([part.to(dtype).reshape(-1) for part in parts])
             reducer.comm.all_reduce(torch.view_as_real(flat) if dtype.is_complex else flat, "avg")
             for i, mean in zip(members, flat.split([part.numel() for part in parts]), strict=True):
-                reducer.add_mean(i, mean.view(reducer.params[i].shape))
+                reducer.add_mean(i, mean.view(kinds[i].shape))
         for i, kind in kinds.items():
             if kind.sparse_dim:
                 reducer.add_mean(i, _sparse_mean(self._grads.get(i), kind, reducer.comm))
@@ -62,7 +63,7 @@ class SecondRound:
     def _agree_on_kinds(self, reducer: "Reducer", parameters: list[int]) -> dict[int, _Kind]:
         mine = []
         for i in parameters:
-            grad, param = self._grads.get(i), reducer.params[i]
+            grad, param = self._grads.get(i), local_of(reducer.params[i])
             sparse_dim = grad.sparse_dim() if grad is not None and grad.layout == torch.sparse_coo else 0
             mine.append(_Kind(tuple(param.shape), param.dtype, sparse_dim))
         everybody = [pickle.loads(text) for text in reducer.comm.all_gather_bytes(pickle.dumps(mine))]

@@ -11,16 +11,21 @@ import torch
 from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.reduction.buckets import SLOT_ALIGNMENT, BucketMemory, BucketPlan, ParameterSpec, allocate_buckets
+from gpucomm.reduction.local import DistributedGrad, is_distributed
+from gpucomm.reduction.wire import Wire
 
 
 class Slots:
     """The slots of one wrapper's parameters, kept in step with the engine's.
 
     params: a parameter for each index, the list of the table. caps: see BucketPlan.build. plan: a checked plan to use
-    from the start and keep; else one in registration order, to be followed by one in ready order. sparse: indices of
-    parameters whose gradients are expected to be sparse; a bucket has no slot for these. delayed: indices of those that
-    are reduced together, after all others. skip_unused: the plan in ready order leaves out what nobody used; should it
-    be used later, it goes in a second round and has a slot from then on.
+    from the start and keep; else one in registration order, to be followed by one in ready order. wire: how gradients
+    travel. sparse: indices of parameters whose gradients are expected to be sparse; a bucket has no slot for these.
+    delayed: indices of those that are reduced together, after all others. skip_unused: the plan in ready order leaves
+    out what nobody used; should it be used later, it goes in a second round and has a slot from then on.
+
+    views: what of each parameter's gradient this rank holds, in its slot or unpacked beside it; None: no slot. grads:
+    what is installed as `.grad`: the view, or a distributed tensor around it.
     """
 
     def __init__(
@@ -30,6 +35,7 @@ class Slots:
         transport: _core.Transport,
         caps: Sequence[int],
         plan: BucketPlan | None,
+        wire: Wire,
         sparse: Container[int] = (),
         delayed: Collection[int] = (),
         skip_unused: bool = False,
@@ -39,6 +45,7 @@ class Slots:
         self._engine = engine
         self._transport = transport
         self._caps = list(caps)
+        self.wire = wire
         self._sparse = sparse
         self._alignment = SLOT_ALIGNMENT
         self.delayed = frozenset(delayed)
@@ -66,13 +73,29 @@ class Slots:
         ]
         self._engine.set_plan(buckets, plan.layout_hash)
         self.views: list[torch.Tensor | None] = [None] * len(self._params)
-        self._bucket_of = {}
-        for index, (bucket, memory) in enumerate(zip(plan.buckets, self.memories, strict=True)):
-            for slot in bucket.slots:
-                self.views[slot.parameter] = memory.views.pop(slot.parameter)
-                self._bucket_of[slot.parameter] = index
+        self._distributed: dict[int, DistributedGrad] = {}
+        # One list for both, unless a parameter is distributed.
+        self.grads = [*self.views] if any(map(is_distributed, self._params)) else self.views
+        self._bucket_of = {slot.parameter: i for i, bucket in enumerate(plan.buckets) for slot in bucket.slots}
+        for memory in self.memories:
+            self._take_views(memory)
         self.slotless = [index for index, view in enumerate(self.views) if view is None]
         return True
+
+    def _take_views(self, memory: BucketMemory) -> None:
+        for parameter in list(memory.views):
+            # Nothing else may hold a view: references to it tell whether the program keeps the gradient.
+            self.views[parameter] = memory.views.pop(parameter)
+            if is_distributed(self._params[parameter]):
+                grad = DistributedGrad(self._params[parameter], self.view(parameter))
+                self._distributed[parameter] = grad
+                self.grads[parameter] = grad.tensor
+                grad.count_references()
+            else:
+                self.grads[parameter] = self.views[parameter]
+        for parameter in memory.unpacked:
+            self._engine.unpack_to(parameter, self.views[parameter])
+        memory.count_uses()
 
     def bucket_of(self, index: int) -> int:
         """The bucket of a parameter that has a slot."""
@@ -89,10 +112,15 @@ class Slots:
         return view
 
     def fitting_view(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
-        """The view of the slot, if there is one and it takes this gradient."""
+        """The view, if there is one and it takes this gradient (of a distributed one, the local part)."""
         view = self.views[index]
-        fits = view is not None and grad.shape == view.shape and grad.dtype == view.dtype
+        fits = view is not None and grad.shape == view.shape and self.wire.takes(grad.dtype, view.dtype)
         return view if fits else None
+
+    def substitute(self, index: int, grad: torch.Tensor) -> None:
+        """Has this installed in place of what lies in a slot that does not fit; a new plan is on its way."""
+        self._distributed.pop(index, None)
+        self.grads[index] = grad
 
     def free(self) -> None:
         """Gives buckets new memory in which somebody still keeps a gradient, so that it is never overwritten."""
@@ -100,12 +128,16 @@ class Slots:
             self._bucket_of[i] for i in _core.stale_views(self._engine, self._params, self.views, _GRAD_REFERENCES)
         }
         stale.update(i for i, memory in enumerate(self.memories) if memory.aliased())
+        for parameter, grad in self._distributed.items():
+            if grad.is_kept(self._params[parameter], _GRAD_REFERENCES):
+                stale.add(self._bucket_of[parameter])
         for index in stale:
-            bucket = self.plan.buckets[index]
-            memory = BucketMemory(bucket, self._transport.allocate(max(bucket.nbytes, 1)), self.specs)
-            self._engine.replace_memory(index, memory.memory)
-            for parameter in list(memory.views):
-                self.views[parameter] = memory.views.pop(parameter)
+            bucket, old = self.plan.buckets[index], self.memories[index]
+            fresh = self._transport.allocate(max(bucket.nbytes, 1)) if old.in_slots else old.memory
+            memory = BucketMemory(bucket, fresh, self.specs)
+            if old.in_slots:
+                self._engine.replace_memory(index, fresh)
+            self._take_views(memory)
             self.memories[index] = memory
 
     # ---- the next one
@@ -167,7 +199,7 @@ class Slots:
         return BucketPlan(plan.buckets + last.buckets)
 
     def _specs_now(self) -> list[ParameterSpec]:
-        return [ParameterSpec.of(p) for p in self._params]
+        return [ParameterSpec.of(p, self.wire) for p in self._params]
 
 
 def _count_grad_references() -> int:
