@@ -11,7 +11,8 @@ no bucket can be complete before
     first gradient ready + all bytes / bandwidth
 
 each on the rank where it is later. What a step takes beyond the plain module's is its exposed communication; what the
-least time does is the bound of that. So `none` and `ours` always take part.
+least time does is the bound of that. So `none` and `ours` always take part. Step and least time come from one sample;
+latency, bandwidth and bound are medians of the run.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from harness import Sampler, Series, World, base_parser, calibrate, interleave, 
 from models import WORKLOADS, build
 from records import Record, Table, spread
 from steps import ARMS, Steps, wrap
-from timeline import Timeline, overlap_ns
+from timeline import Timeline, bucket_nbytes, overlap_ns
 from wire import RATE_BITS_PER_S, SHAPE, two_hosts
 
 MODELS = ("gpt10m", "mlp16.8m")
@@ -36,13 +37,15 @@ FEWEST_ROUNDS = 10
 
 @dataclass
 class Measured:
-    """series: by arm, and of the two samplers of the wire; timelines: of ours, by round and rank."""
+    """series: by arm, and of the wire's two samplers; timelines: of ours, by round and rank; its bucket sizes."""
 
     series: dict[str, Series]
     timelines: list[list[Timeline]]
-    nbytes: int
-    last_bucket_nbytes: int
-    buckets: int
+    bucket_nbytes: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.bucket_nbytes)
 
 
 def wire_samplers(world: World, nbytes: int) -> list[Sampler]:
@@ -83,25 +86,23 @@ def measure(world: World, args: argparse.Namespace, name: str) -> Measured:
     rounds = rounds_within(world, round_s, args.seconds, limits)
     series = interleave(world, [*arms, *wire], rounds)
     by_rank = world.gather(torch.stack(timelines[-rounds:]))
-    buckets = ours.reducer.plan.buckets
+    sizes = bucket_nbytes(ours.trace())
     return Measured(
         series,
         [[Timeline.from_tensor(rank[turn]) for rank in by_rank] for turn in range(rounds)],
-        sum(bucket.nbytes for bucket in buckets),
-        buckets[-1].nbytes,
-        len(buckets),
+        sizes,
     )
 
 
 def least_us(found: Measured) -> torch.Tensor:
     """The least time that a step of ours can take with its plan and this wire, one value per round."""
-    latency = found.series["latency"].us
-    us_per_byte = (found.series["bandwidth"].us - latency) / found.nbytes
+    latency = found.series["latency"].us.median()
+    us_per_byte = (found.series["bandwidth"].us.median() - latency) / found.nbytes
     start_ns = found.series["ours"].start_ns
     first = torch.tensor([max(rank.backward[0] for rank in ranks) for ranks in found.timelines]) - start_ns
     last = torch.tensor([max(rank.backward[1] for rank in ranks) for ranks in found.timelines]) - start_ns
     return torch.maximum(
-        last / 1e3 + latency + found.last_bucket_nbytes * us_per_byte, first / 1e3 + found.nbytes * us_per_byte
+        last / 1e3 + latency + found.bucket_nbytes[-1] * us_per_byte, first / 1e3 + found.nbytes * us_per_byte
     )
 
 
@@ -120,8 +121,8 @@ def against(series: dict[str, Series], arm: str, peer: str) -> dict | None:
 
 def report(record: Record, table: Table, name: str, found: Measured) -> None:
     series = found.series
-    none = series["none"].us
-    bound_us = least_us(found) - none
+    none, least = series["none"].us, least_us(found)
+    bound_us = least - none
     latency_us = spread(series["latency"].us)
     bandwidth = spread(found.nbytes / (series["bandwidth"].us - series["latency"].us))
     wire_wrong = series["latency"].wrong + series["bandwidth"].wrong
@@ -134,7 +135,7 @@ def report(record: Record, table: Table, name: str, found: Measured) -> None:
             "ratio_to_stock_views": against(series, arm, "stock_views"),
             "exposed_ms": spread((samples.us - none) / 1e3) if arm != "none" else None,
             "bound_ms": spread(bound_us / 1e3) if ours else None,
-            "exposed_over_bound": spread((samples.us - none) / bound_us) if ours else None,
+            "exposed_over_bound": spread(1 + (samples.us - least) / bound_us.median()) if ours else None,
             "overlap": spread(overlap(found)) if ours else None,
             "rounds": len(samples.us),
             "wrong": samples.wrong + wire_wrong,
@@ -143,8 +144,7 @@ def report(record: Record, table: Table, name: str, found: Measured) -> None:
             bench="network",
             model=name,
             bytes=found.nbytes,
-            buckets=found.buckets,
-            last_bucket_bytes=found.last_bucket_nbytes,
+            bucket_bytes=found.bucket_nbytes,
             arm=arm,
             latency_us=latency_us,
             bandwidth_mb_s=bandwidth,
@@ -152,8 +152,8 @@ def report(record: Record, table: Table, name: str, found: Measured) -> None:
         )
         table.row([name, arm, *cells(facts)])
     print(
-        f"{name}: {found.nbytes / 1e6:.1f} MB in {found.buckets} buckets, {found.last_bucket_nbytes / 1e6:.1f} in the "
-        f"last; the wire: {latency_us['median']:.0f} us, {bandwidth['median']:.1f} MB/s "
+        f"{name}: {found.nbytes / 1e6:.1f} MB in {len(found.bucket_nbytes)} buckets, the last of "
+        f"{found.bucket_nbytes[-1] / 1e6:.1f}; the wire: {latency_us['median']:.0f} us, {bandwidth['median']:.1f} MB/s "
         f"({bandwidth['p10']:.1f} to {bandwidth['p90']:.1f})",
         flush=True,
     )

@@ -93,13 +93,13 @@ class Sampler:
 class Series:
     """An arm's samples: microseconds per operation, one per round; wrong elements of all ranks and rounds.
 
-    start_ns: when the first rank began, one per round, on the samplers' clock.
+    start_ns: when the first rank began, one per round, on the samplers' clock; None if they were put together since.
     """
 
     us: torch.Tensor
     wrong: int
     ops: int
-    start_ns: torch.Tensor
+    start_ns: torch.Tensor | None = None
 
 
 def interleave(world: World, samplers: Sequence[Sampler], rounds: int) -> dict[str, Series]:

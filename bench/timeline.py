@@ -25,13 +25,10 @@ class Timeline:
     @classmethod
     def latest(cls, events: Sequence[TraceEvent]) -> "Timeline":
         """Of the last complete iteration in a trace that holds all of it."""
-        iteration = next(event.iteration for event in reversed(events) if event.kind == "header")
-        events = [event for event in events if event.iteration == iteration]
-        packs = [event for event in events if event.kind == "pack"]
-        reduces = sorted((event for event in events if event.kind == "reduce"), key=lambda event: event.id)
+        packs = _latest(events, "pack")
         return cls(
             (min(event.begin_ns for event in packs), max(event.end_ns for event in packs)),
-            tuple((event.begin_ns, event.end_ns) for event in reduces),
+            tuple((event.begin_ns, event.end_ns) for event in _latest(events, "reduce")),
         )
 
     def to_tensor(self) -> torch.Tensor:
@@ -42,6 +39,18 @@ class Timeline:
     def from_tensor(cls, rows: torch.Tensor) -> "Timeline":
         backward, *reduces = map(tuple, rows.tolist())
         return cls(backward, tuple(reduces))
+
+
+def bucket_nbytes(events: Sequence[TraceEvent]) -> list[int]:
+    """The size of each bucket of the last complete iteration, in plan order."""
+    return [event.nbytes for event in _latest(events, "reduce")]
+
+
+def _latest(events: Sequence[TraceEvent], kind: str) -> list[TraceEvent]:
+    """The last complete iteration's events of a kind, by id."""
+    iteration = next(event.iteration for event in reversed(events) if event.kind == "header")
+    found = [event for event in events if (event.iteration, event.kind) == (iteration, kind)]
+    return sorted(found, key=lambda event: event.id)
 
 
 def overlap_ns(ranks: Sequence[Timeline], rank: int) -> int:

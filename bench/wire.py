@@ -43,7 +43,8 @@ def two_hosts(size: int) -> Iterator[Hosts]:
         _join(names)
         yield Hosts(
             [("ip", "netns", "exec", name) for name in names],
-            {"GLOO_SOCKET_IFNAME": DEVICE},
+            # torch's warnings: it looks up the host names of these addresses in vain.
+            {"GLOO_SOCKET_IFNAME": DEVICE, "TORCH_CPP_LOG_LEVEL": "ERROR"},
             (_ADDRESSES[0], _STORE_PORT),
         )
     finally:

@@ -218,6 +218,19 @@ def test_bits_are_compared_and_not_values():
         assert "which is nan (0x7fc00000) on rank 0, nan (0x7fc00001) on rank 1" in nans
 
 
+@pytest.mark.parametrize("cap", [0, 0.005])
+def test_plans_that_differ_are_told_from_tensors_that_do(cap):
+    def body(rank, world):
+        ours = Ours(mlp(), bucket_cap_mb=cap if rank else 0.003)
+        with pytest.raises(gpucomm.CommError, match="the bucket plans of the ranks differ"):
+            ours.audit()
+        if rank == 1:
+            flip_bit(ours.module[2].bias)
+        assert found_by(ours.audit)[1] == "2.bias"
+
+    run_ranks(body, 2)
+
+
 # ---- nothing to find
 
 

@@ -284,6 +284,7 @@ def test_a_timeline_is_that_of_the_last_complete_iteration(bench):
         event("header", -1, 20, 21, 64, 5),
     ]
     assert timeline.Timeline.latest(events) == timeline.Timeline((11, 15), ((16, 20),))
+    assert timeline.bucket_nbytes(events) == [16]
 
 
 @pytest.mark.parametrize(
@@ -305,5 +306,5 @@ def test_the_least_time_of_a_step_is_the_later_of_two_bounds(bench, first_ns, la
         timeline.Timeline((start + first_ns - 500_000, start + last_ns), ()),
     ]
     wire = {"latency": series(50.0), "bandwidth": series(4050.0)}
-    found = network.Measured({"ours": series(0.0), **wire}, [ranks], 4_000_000, 1_000_000, 3)
+    found = network.Measured({"ours": series(0.0), **wire}, [ranks], [1_000_000, 2_000_000, 1_000_000])
     assert network.least_us(found).item() == pytest.approx(expected_us)

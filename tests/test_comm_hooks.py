@@ -377,3 +377,27 @@ def test_buffers_of_batch_norm_go_on_beside_a_hook():
         same_on_all_ranks(ours.module.buffers())
 
     run_ranks(body, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_optimizers_applied_in_backward_train_as_those_applied_after_it(transport, views):
+    def body(rank, world):
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+        plain = Ours(mlp(), transport=transport)
+        inside = mlp()
+        _apply_optimizer_in_backward(torch.optim.SGD, inside.parameters(), {"lr": 0.1})
+        inside = Ours(inside, transport=transport, gradient_as_bucket_view=views, bucket_cap_mb=TINY_BUCKETS)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for iteration in range(4):
+            optimizer.zero_grad()
+            loss_of(plain, rank, iteration).backward()
+            optimizer.step()
+            loss_of(inside, rank, iteration).backward()
+            for a, b in zip(plain.parameters(), inside.parameters(), strict=True):
+                torch.testing.assert_close(a, b)
+                assert b.grad is None
+
+    run_ranks(body, 2)

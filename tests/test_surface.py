@@ -1,6 +1,7 @@
 """What programs call and override on torch's wrapper and its reducer, beyond forward and backward."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -237,6 +238,34 @@ def test_the_hook_of_a_parameter_can_be_called_by_its_number():
     run_ranks(body, 2)
 
 
+def test_optimizers_that_step_in_backward_step_on_the_mean():
+    def body(rank, world):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it compiles TorchScript
+            from torch.distributed.optim import _apply_optimizer_in_backward
+        model = mlp()
+        reference = copy.deepcopy(model)
+        step = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1, "momentum": 0.9})
+        ours = Ours(model)
+        for iteration in range(3):
+            with ours.no_sync():
+                loss_of(ours, rank, 2 * iteration).backward()
+            loss_of(ours, rank, 2 * iteration + 1).backward()
+            assert all(p.grad is None for p in ours.parameters())
+            grads = mean_gradients(
+                reference, lambda m, r, i=iteration: loss_of(m, r, 2 * i) + loss_of(m, r, 2 * i + 1), world
+            )
+            for name, p in reference.named_parameters():
+                p.grad = grads[name]
+            step.step()
+            for p, q in zip(ours.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(p, q)
+        same_on_all_ranks(ours.parameters())
+
+    run_ranks(body, 2)
+
+
 # ---- the wrapper
 
 
@@ -402,6 +431,23 @@ class Passes(nn.Module):
     def forward(self, *args, **kwargs):
         self.seen = args, kwargs
         return self.weight
+
+
+def test_with_device_ids_inputs_go_through_to_kwargs():
+    class Moves(Ours):
+        def to_kwargs(self, inputs, kwargs, device_id):
+            assert device_id == 0
+            return (tuple(x + 1 for x in inputs),), ({name: x + 2 for name, x in kwargs.items()},)
+
+    def body(rank, world):
+        ours = Moves(Passes())
+        ours.device_ids = [0]  # as for a module on a GPU
+        ours(torch.zeros(1), y=torch.zeros(1))
+        (args, kwargs) = ours.module.seen
+        assert args[0] == 1
+        assert kwargs["y"] == 2
+
+    run_ranks(body, 1)
 
 
 def test_inputs_reach_the_module_untouched():

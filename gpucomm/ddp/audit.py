@@ -83,9 +83,10 @@ class Audit:
         rows = [array("Q", text) for text in comm.all_gather_bytes(mine.tobytes())]
         if not all(row[0] for row in rows):
             groups.pop()  # somebody's may differ by right
-        differing = [index for index, group in enumerate(groups, 1) if len({row[index] for row in rows}) > 1]
+        uneven = len({len(row) for row in rows}) > 1  # of different plans
+        differing = [group for at, group in enumerate(groups, 1) if uneven or len({row[at] for row in rows}) > 1]
         if differing:
-            suspects = sorted(i for group in differing for i in groups[group - 1])
+            suspects = sorted(i for group in differing for i in group)
             raise_first_difference(replica, suspects, checksums, comm, reducer.transport, reducer.engine.iteration)
         compared = [i for group in groups for i in group]
         buffers = sum(i in replica.buffers for i in compared)

@@ -17,7 +17,7 @@ import torch
 from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.ddp.replicas import as_bytes
-from gpucomm.errors import ReplicasDiffer
+from gpucomm.errors import CommError, ReplicasDiffer
 from gpucomm.reduction.local import local_of
 
 # A tensor is looked at in so many parts a turn, until a part has at most so many elements.
@@ -62,13 +62,17 @@ def raise_first_difference(
     """Raises ReplicasDiffer on every rank for the first of the suspects that differs; collective.
 
     suspects, ascending: indices of this rank's tensors, of which at least one differs from a peer's. checksums: of all
-    its tensors.
+    its tensors. Raises CommError if none does: then it is the plans of the ranks that differ.
     """
     mine = {replica.names[i]: (*replica.describe(i), checksums[i]) for i in suspects}
     everything = [pickle.loads(text) for text in comm.all_gather_bytes(pickle.dumps(mine))]
     names = list(dict.fromkeys(name for theirs in everything for name in theirs))
     rows = {name: [theirs.get(name) for theirs in everything] for name in names}
     differing = [name for name in names if len(set(rows[name])) > 1]
+    if not differing:
+        raise CommError(
+            "the bucket plans of the ranks differ (and not their tensors): were they given other arguments?"
+        )
     name, row = differing[0], rows[differing[0]]
     kinds = {entry and entry[:-1] for entry in row}
     if len(kinds) > 1:

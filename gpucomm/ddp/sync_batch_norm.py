@@ -137,7 +137,8 @@ def _communicator(group: dist.ProcessGroup) -> Communicator:
         if comm.transport == "c10d":
             # On the group itself these would get between the operations of a reduction, at another place on each rank.
             ranks = dist.get_process_group_ranks(group)
-            comm = Communicator(dist.new_group(ranks, use_local_synchronization=True), "c10d")
+            own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            comm = Communicator(own, "c10d")
         _communicators[group] = comm
     return comm
 

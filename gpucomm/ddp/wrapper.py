@@ -14,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gpucomm import _core
 from gpucomm.communicator import Communicator
-from gpucomm.ddp import buffers, state, sync_batch_norm
+from gpucomm.ddp import buffers, optimizer_in_backward, state, sync_batch_norm
 from gpucomm.ddp.arguments import Arguments, check_delayed, check_devices, check_module, check_parameters
 from gpucomm.ddp.audit import Audit, AuditReport
 from gpucomm.ddp.comm_hooks import CAPS as HOOK_CAPS
 from gpucomm.ddp.comm_hooks import builtin_hook, check_hook
+from gpucomm.ddp.compiling import keep_compiler_out
 from gpucomm.ddp.join import DdpJoinHook, meet_in_forward
 from gpucomm.ddp.logging_data import Logger
 from gpucomm.ddp.mesh import check_placement, group_of
@@ -35,9 +36,11 @@ from gpucomm.trace import TraceEvent, read_trace
 from gpucomm.transport import Transport
 from gpucomm.world import World, withdrawing
 
-# Shared memory wants small buckets: reduced while they are in cache, and early. Sockets want few messages.
+# Shared memory wants small buckets: reduced while they are in cache, and early. Sockets want few messages, but the wire
+# has to be busy from the first gradient on: at 1 Gbit/s, waiting for a bucket of 8 MiB left a tenth of what could be
+# hidden exposed, and buckets of 2 MiB (17 ms there) fill the wire as well as one.
 _OWN_CAPS = {"shm": (1 * MIB,), "loopback": (1 * MIB,)}
-_SOCKET_CAPS = (1 * MIB, 8 * MIB)
+_SOCKET_CAPS = (MIB // 4, MIB // 2, 1 * MIB, 2 * MIB)
 # In shared memory a piece of a bucket is reduced as soon as it is packed, while a core's own cache still holds it.
 _PIECE_BYTES = {"shm": MIB // 4, "loopback": MIB // 4}
 
@@ -202,6 +205,7 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
 
     def _connect(self, world: World, table: ParameterTable, init_sync: bool) -> None:
         """Builds all that talks to other ranks; collective. init_sync: compare the models, and take rank 0's values."""
+        keep_compiler_out()
         arguments = self._arguments
         self.process_group = world.group
         self._assign_modules_buffers()
@@ -450,6 +454,9 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
             overlapped.register_ddp(self)
         except NotImplementedError as error:
             raise RuntimeError(f"{optim} does not support overlapped DDP: torch has no functional one") from error
+
+    def _setup_in_backward_optimizers(self) -> None:
+        optimizer_in_backward.take_over(self)
 
     # ---- means
 

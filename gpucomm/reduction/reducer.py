@@ -327,7 +327,8 @@ class Reducer:
             return
         try:
             if not self.joined:
-                self._complete_missing()
+                with self._usage.search_range():
+                    self._complete_missing()
             self._finish()
         except StepFailed as error:
             self._spoiled = True
@@ -339,8 +340,9 @@ class Reducer:
             raise
         finally:
             self._reset()
-        while self.on_reduced:
-            self.on_reduced.pop(0)()
+        due, self.on_reduced = self.on_reduced, []
+        for callback in due:
+            callback()
         if (text := self._usage.change) is not None:
             self._usage.change = None
             self.on_error(text)

@@ -1,6 +1,9 @@
 """Whether every parameter got a gradient on every rank, and the error of stock DDP where that was not announced."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
+
+import torch
 
 from gpucomm import _core
 
@@ -22,6 +25,11 @@ class Usage:
         self._static_unused: list[int] | None = None
         self.is_constant = True  # what is used has been the same in all iterations
         self._used_before: list[int] | str | None = None
+
+    def search_range(self) -> AbstractContextManager:
+        """Around the search for parameters without a gradient: what profiles of stock DDP show of it."""
+        named = self._allow_unused and not self.static_graph
+        return torch.autograd.profiler.record_function("search_unused_parameters") if named else nullcontext()
 
     @property
     def is_worth_forecasting(self) -> bool:
