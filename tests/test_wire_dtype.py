@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from gradients import same_on_all_ranks
 from ranks import run_ranks
 from torch import nn
@@ -11,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from toys import TwoHeads, batch, mlp
 
 from gpucomm import DistributedDataParallel as Ours
+from gpucomm.transport import C10dTransport
 
 WIRES = [torch.bfloat16, torch.float16]
 TRANSPORTS = ["shm", "c10d"]
@@ -247,6 +249,30 @@ def test_half_as_many_bytes_travel():
     assert nothing == 0
     assert narrow == wide / 2
     assert unpacked == sum(p.numel() * 4 for p in mlp().parameters())
+
+
+def test_over_a_process_group_gradients_travel_in_16_bits_too():
+    def body(rank, world):
+        calls = []
+
+        class Recording(C10dTransport):
+            def all_reduce(self, x, op):
+                calls.append(("all_reduce", x.nbytes))
+                return super().all_reduce(x, op)
+
+            def all_gather(self, output, source):
+                calls.append(("all_gather", source.nbytes))
+                return super().all_gather(output, source)
+
+        ours = Ours(mlp(), wire_dtype=torch.bfloat16, transport=Recording(dist.group.WORLD, 30.0))
+        calls.clear()
+        ours(batch(rank, 0, 5, 24)).square().mean().backward()
+        return calls
+
+    calls = run_ranks(body, 2)[0]
+    wire_bytes = sum(nbytes for kind, nbytes in calls[:-1])  # the last one is the header
+    assert {kind for kind, _ in calls} == {"all_gather"}
+    assert wire_bytes == sum(-(-p.numel() // 16) * 16 * 2 for p in mlp().parameters())
 
 
 def test_the_variable_counts_where_no_argument_is_given(monkeypatch):
