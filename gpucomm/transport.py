@@ -29,10 +29,6 @@ _CLOSED = "closed its transport"
 _transports_over: dict[str, int] = {}
 
 
-# Up to so many ranks, gathering 16-bit numbers moves no more bytes than an all-reduce of them in fp32, its ring's
-# 8 (N - 1) / N for each element: 2 (N - 1).
-_GATHER_RANKS = 4
-
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
     "min": dist.ReduceOp.MIN,
@@ -84,7 +80,7 @@ class Transport(_core.Transport):
             return self.all_gather(output, source)
         average = collective.op == "avg"
         op = "sum" if average else collective.op
-        if kind == "all_reduce" and op == "sum" and dtype.itemsize == 2 and size <= _GATHER_RANKS and numel > 0:
+        if kind == "all_reduce" and op == "sum" and dtype.itemsize == 2 and size == 2 and numel > 0:
             return self._add_gathered(source, output, 1.0 / size if average else 1.0)
         wide = dtype
         if dtype in (torch.float16, torch.bfloat16):
@@ -110,15 +106,15 @@ class Transport(_core.Transport):
         return _Then(handle, unpack)
 
     def _add_gathered(self, source: torch.Tensor, output: torch.Tensor, scale: float) -> Handle:
-        """A sum of 16-bit contributions: they travel as they are, everybody adds them in fp32, in rank order."""
+        """The sum of two ranks' 16-bit contributions, which travel as they are; both ranks add them in fp32.
+
+        Half the bytes of an all-reduce in fp32. With more ranks gathering moves as many, or more.
+        """
         parts = torch.empty((self.size, source.numel()), dtype=source.dtype)
         handle = self.all_gather(parts.view(-1).view(torch.uint8), source.view(torch.uint8))
 
         def add() -> None:
-            total = parts[0].float().mul_(scale)
-            for part in parts[1:]:
-                total.add_(part.float(), alpha=scale)
-            output.copy_(total)
+            output.copy_(torch.sum(parts, 0, dtype=torch.float32).mul_(scale))
 
         return _Then(handle, add)
 
