@@ -52,6 +52,9 @@ class Transport(_core.Transport):
     order. Buckets are plain host memory; op: "sum", "min", "max" or "prod".
     """
 
+    # Whether sums of 16-bit numbers of more than two ranks travel and are added in fp32, not as the group adds them.
+    widens_sums = True
+
     @abstractmethod
     def name(self) -> str: ...
     @abstractmethod
@@ -83,7 +86,7 @@ class Transport(_core.Transport):
         if kind == "all_reduce" and op == "sum" and dtype.itemsize == 2 and size == 2 and numel > 0:
             return self._add_gathered(source, output, 1.0 / size if average else 1.0)
         wide = dtype
-        if dtype in (torch.float16, torch.bfloat16):
+        if dtype.itemsize == 2 and self.widens_sums:
             wide = torch.float32  # added in fp32, rounded once
         elif average and not dtype.is_floating_point:
             wide = torch.int64
