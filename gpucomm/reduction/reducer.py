@@ -111,6 +111,7 @@ class Reducer:
         self._backwards = 0  # since the last reduction, local ones too
         self._forwards = 0  # training forwards of the wrapper since then
         self._reduce_next: bool | None = None  # what the wrapper's last forward asked for
+        self._announced = False  # the program said that the next backward is to be reduced, and none was since
         self._owes_reduction = False  # one of the forwards since the last reduction asked for one
         self.orphans: frozenset[int] = frozenset()  # while not active: parameters that the active wrapper lacks
         self._witness = next(i for i, p in enumerate(self.params) if p.requires_grad)
@@ -175,7 +176,7 @@ class Reducer:
         """The backward that follows is reduced, whatever the last forward asked for."""
         if not self.active:
             claim(self)
-        self._reduce_next = self._owes_reduction = True
+        self._reduce_next = self._owes_reduction = self._announced = True
 
     def _notice_abandoned_backward(self) -> None:
         """A backward of this thread raised where nothing told of it: the graph is still kept, and its end with it."""
@@ -566,7 +567,7 @@ class Reducer:
             self.comm_hooks.reset()
         self._backwards = self._forwards = 0
         self._reduce_next = None
-        self._owes_reduction = False
+        self._owes_reduction = self._announced = False
 
     # ---- failure, end
 
@@ -588,7 +589,7 @@ class Reducer:
     def check_before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before any optimizer steps: it must not apply gradients of an iteration that is not complete."""
         unfinished = self.engine.mode == _core.Mode.REDUCE and self.comm_hooks is None  # hooks may step optimizers
-        if not (unfinished or self._failure or self._spoiled or self.finite.skipping):
+        if not (unfinished or self._failure or self._spoiled or self._announced or self.finite.skipping):
             return
         self._notice_abandoned_backward()
         indices = {id(p): i for i, p in enumerate(self.params)}
@@ -602,10 +603,8 @@ class Reducer:
             for param in mine:
                 param.grad = None
         elif left := [p for p in mine if p.grad is not None]:
-            raise RuntimeError(
-                f"optimizer.step() after an iteration that failed: parameter '{self.names[indices[id(left[0])]]}' has "
-                "a gradient of this rank alone; call zero_grad() and repeat the iteration"
-            )
+            text = _FAILED_TEXT if self._spoiled else _ANNOUNCED_TEXT
+            raise RuntimeError(text.format(name=self.names[indices[id(left[0])]]))
 
     def keep_company(self) -> None:
         """One iteration of a rank that has joined: reduces zeros with its peers, and leaves `.grad` alone."""
@@ -662,6 +661,17 @@ class Reducer:
 _TWO_BACKWARDS_TEXT = (
     "two backwards at once, on two threads, through one DistributedDataParallel: their gradients cannot be told apart. "
     "Run one after the other, or wrap a copy of the module for each thread"
+)
+
+_FAILED_TEXT = (
+    "optimizer.step() after an iteration that failed: parameter '{name}' has a gradient of this rank alone; call "
+    "zero_grad() and repeat the iteration"
+)
+
+_ANNOUNCED_TEXT = (
+    "optimizer.step() after reducer.prepare_for_backward(), but no backward was reduced since: parameter '{name}' has "
+    "a gradient of this rank alone. A backward that is split, as by the zero-bubble schedules of torch's pipelining or "
+    "by torch.autograd.grad(), calls no gradient hooks"
 )
 
 # Memory that outlives its wrapper, because something may still be written to it.
