@@ -13,6 +13,7 @@ class Loop:
         self.backwards = 0
         # What the last forward asked for; None: there was none, so that the flag of the moment counts.
         self.reduce_next: bool | None = None
+        self.announced = False  # the program said that the next backward is to be reduced
         self._owes_reduction = False  # one of the forwards asked for it
 
     def note_forward(self, reduce: bool) -> None:
@@ -22,7 +23,7 @@ class Loop:
 
     def expect_reduction(self) -> None:
         """The next backward is reduced, whatever the last forward asked for."""
-        self.reduce_next = self._owes_reduction = True
+        self.reduce_next = self._owes_reduction = self.announced = True
 
     def note_local_end(self) -> None:
         """A backward that is not reduced came to its end."""

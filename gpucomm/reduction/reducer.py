@@ -380,7 +380,7 @@ class Reducer:
     def check_before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before any optimizer steps: it must not apply gradients of an iteration that is not complete."""
         unfinished = self.engine.mode == _core.Mode.REDUCE and self.comm_hooks is None  # hooks may step optimizers
-        if not (unfinished or self._failure or self._spoiled or self.finite.skipping):
+        if not (unfinished or self._failure or self._spoiled or self._loop.announced or self.finite.skipping):
             return
         self._notice_abandoned_backward()
         indices = {id(p): i for i, p in enumerate(self.params)}
@@ -394,10 +394,8 @@ class Reducer:
             for param in mine:
                 param.grad = None
         elif left := [p for p in mine if p.grad is not None]:
-            raise RuntimeError(
-                f"optimizer.step() after an iteration that failed: parameter '{self.names[indices[id(left[0])]]}' has "
-                "a gradient of this rank alone; call zero_grad() and repeat the iteration"
-            )
+            text = _FAILED_TEXT if self._spoiled else _ANNOUNCED_TEXT
+            raise RuntimeError(text.format(name=self.names[indices[id(left[0])]]))
 
     def keep_company(self) -> None:
         """One iteration of a rank that has joined: reduces zeros with its peers, and leaves `.grad` alone."""
@@ -450,6 +448,17 @@ class Reducer:
         if (hooks := getattr(self, "_hooks", None)) is not None:  # construction may have failed before
             hooks.detach()
 
+
+_FAILED_TEXT = (
+    "optimizer.step() after an iteration that failed: parameter '{name}' has a gradient of this rank alone; call "
+    "zero_grad() and repeat the iteration"
+)
+
+_ANNOUNCED_TEXT = (
+    "optimizer.step() after reducer.prepare_for_backward(), but no backward was reduced since: parameter '{name}' has "
+    "a gradient of this rank alone. A backward that is split, as by the zero-bubble schedules of torch's pipelining or "
+    "by torch.autograd.grad(), calls no gradient hooks"
+)
 
 # Memory that outlives its wrapper, because something may still be written to it.
 _abandoned: list[BucketMemory] = []
