@@ -1,6 +1,7 @@
 """The command line, as processes; what `gpucomm run --patch` puts into each, mostly without a launcher around it."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from commands import environment, gpucomm_run, run_python
 
 import gpucomm
+import gpucomm.cli
 
 PATCH = Path(gpucomm.__file__).parent / "cli/patch"
 
@@ -80,11 +82,9 @@ def test_help_of_run_has_torchruns_options_and_ours(tmp_path):
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(arguments, message, tmp_path, capfd, monkeypatch):
-    from gpucomm.cli import main
-
     monkeypatch.chdir(tmp_path)
     try:
-        status = main(arguments)
+        status = gpucomm.cli.main(arguments)
     except SystemExit as end:
         status = end.code
     out, err = capfd.readouterr()
@@ -93,6 +93,38 @@ def test_wrong_usage_is_one_line_and_status_2(arguments, message, tmp_path, capf
 
 
 # ---- run
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "standalone"),
+    [
+        ([], {}, True),
+        (["--nproc-per-node", "2", "--max-restarts=1"], {}, True),
+        (["--standalone"], {}, True),
+        (["--master-port", "29500"], {}, False),
+        (["--rdzv-backend=c10d", "--rdzv-endpoint=host:1"], {}, False),
+        (["--nnodes", "2"], {}, False),
+        ([], {"PET_RDZV_ENDPOINT": "host:1"}, False),
+        ([], {"PET_MASTER_ADDR": "host"}, False),
+    ],
+)
+def test_a_rendezvous_of_its_own_is_made_where_none_is_named(options, variables, standalone, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("torch.distributed.run.run", lambda args: seen.append(args))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert gpucomm.cli.main(["run", *options, str(tmp_path / script(tmp_path, ""))]) == 0
+    assert [bool(args.standalone) for args in seen] == [standalone]
+
+
+def test_the_ranks_environment_is_not_that_of_the_caller_afterwards(tmp_path, monkeypatch):
+    seen = {}
+    monkeypatch.setattr("torch.distributed.run.run", lambda args: seen.update(os.environ))
+    monkeypatch.setenv("GPUCOMM_TRANSPORT", "c10d")
+    before = dict(os.environ)
+    gpucomm.cli.main(["run", "--transport", "shm", str(tmp_path / script(tmp_path, ""))])
+    assert seen == before | {"GPUCOMM_TRANSPORT": "shm"}
+    assert dict(os.environ) == before
 
 
 def test_run_passes_torchruns_options_and_the_scripts_arguments_on(tmp_path):

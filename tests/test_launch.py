@@ -95,6 +95,20 @@ def test_forked_ranks_compute_where_this_process_has_a_pool_of_threads(tmp_path)
     assert ran.stdout == "(1400.0, 1) 2\n", ran.stderr
 
 
+def test_where_cuda_is_in_use_ranks_are_started_anew_and_need_an_importable_function(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, torch.distributed as dist, gpucomm\n"
+        "if __name__ == '__main__':\n"
+        "    torch.cuda.is_initialized = lambda: True\n"
+        "    print(gpucomm.launch(dist.get_world_size, nprocs=2))\n"
+        "    try: gpucomm.launch(lambda: 1, nprocs=2)\n"
+        "    except TypeError as error: print(error)\n"
+    )
+    ran = run_python(script, cwd=tmp_path)
+    assert re.fullmatch(r"2\nlaunch: CUDA is in use in this process, .*lambda.*\n", ran.stdout), ran.stderr
+
+
 # ---- errors
 
 
