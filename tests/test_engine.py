@@ -13,6 +13,7 @@ from toys import TwoHeads, batch, mlp
 import gpucomm.ddp.wrapper as ddp_module
 from gpucomm import BucketPlan, Transport, _core
 from gpucomm import DistributedDataParallel as Ours
+from gpucomm.errors import InternalError
 
 
 class Staggered(nn.Module):
@@ -320,3 +321,53 @@ def test_a_gradient_kept_by_an_unused_parameter_is_looked_at_too():
         return ours._reduction.names[ours._reduction.engine.nonfinite_parameter]
 
     assert run_ranks(body, 1) == ["heads.1.bias"]
+
+
+# ---- unpacking
+
+
+def _engine_of_one_slot(numel, dtype):
+    transport = _core.LoopbackTransport(2)
+    engine = _core.Engine(transport, _core.InlineStream(), _core.Trace(), 1)
+    memory = transport.allocate(numel * dtype.itemsize)
+    engine.set_plan([(memory, str(dtype).removeprefix("torch."), numel, [(0, 0, numel)])], 0)
+    return engine, memory
+
+
+def _finish(engine):
+    engine.finish(backwards=1, forwards=1, failed=False, joined=False, weight=1.0, nonfinite=-1)
+    engine.disarm()
+
+
+def test_a_gradient_that_travels_in_another_dtype_is_unpacked_where_the_engine_is_told():
+    engine, _ = _engine_of_one_slot(1000, torch.bfloat16)
+    grad = torch.zeros(1000)
+    engine.unpack_to(0, grad)
+    values = torch.arange(1000.0)
+    for _ in range(2):
+        engine.arm()
+        engine.complete(0, values)
+        assert engine.missing() == []
+        _finish(engine)
+        assert torch.equal(grad, values.bfloat16().float())  # loopback's ranks are equal
+        values = -values
+
+
+def test_where_a_gradient_is_unpacked_to_may_change_between_iterations():
+    engine, _ = _engine_of_one_slot(10, torch.float16)
+    old, new = torch.zeros(10), torch.zeros(10)
+    engine.unpack_to(0, old)
+    engine.unpack_to(0, new)
+    engine.arm()
+    engine.complete(0, torch.ones(10))
+    _finish(engine)
+    assert torch.equal(new, torch.ones(10))
+    assert torch.equal(old, torch.zeros(10))
+
+
+def test_a_gradient_of_another_size_or_the_slots_own_dtype_is_not_unpacked_to():
+    engine, _ = _engine_of_one_slot(10, torch.bfloat16)
+    with pytest.raises(ValueError, match="numel differs"):
+        engine.unpack_to(0, torch.zeros(11))
+    with pytest.raises(InternalError):
+        engine.unpack_to(0, torch.zeros(10, dtype=torch.bfloat16))

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
 from toys import batch
 
 from gpucomm import DistributedDataParallel as Ours
@@ -82,3 +82,38 @@ def test_losses_and_parameters_are_those_of_one_process(schedule_of, transport):
         assert reductions == iterations  # one for all microbatches
         if rank % 2 == 1:
             assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_schedule_that_splits_backward_is_refused_before_the_optimizer_steps():
+    """Its weights' gradients come past autograd's hooks: they would stay local."""
+
+    def body(rank, world):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+        row, number = mesh["dp"].get_local_rank(), mesh["pp"].get_local_rank()
+        torch.manual_seed(7)
+        parts = [Ours(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), device_mesh=mesh["dp"]) for _ in range(2)]
+        group = mesh["pp"].get_group()
+        own = [PipelineStage(part, number + 2 * i, 4, torch.device("cpu"), group=group) for i, part in enumerate(parts)]
+        schedule = ScheduleInterleavedZeroBubble(own, MICROBATCHES, loss_fn=loss_of)
+        x, y = batch(row, 0, 8, 6), batch(row, 100, 8, 6)
+        if number == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=y)
+        refused = []
+        for part in parts:
+            try:
+                torch.optim.SGD(part.parameters(), lr=0.1).step()
+            except RuntimeError as error:
+                assert "no backward was reduced since: parameter '0." in str(error)  # noqa: PT017
+                refused.append(True)
+            else:
+                refused.append(False)
+        grads = [part.module[0].weight.grad for part in parts]
+        return refused, grads
+
+    (first, second, third, fourth) = run_ranks(body, 4)
+    for (refused, grads), (_, peers) in ((first, third), (second, fourth)):
+        for was_refused, grad, peer in zip(refused, grads, peers, strict=True):
+            assert was_refused == (not torch.equal(grad, peer))
+    assert any(first[0] + second[0])

@@ -134,7 +134,7 @@ def test_what_one_rank_refuses_at_construction_is_raised_on_all_and_the_next_one
     [
         ({"device_ids": [1]}, ValueError, "device_ids"),
         ({"bucket_cap_mb": -1}, ValueError, "bucket_cap_mb"),
-        ({"mixed_precision": object()}, NotImplementedError, "mixed_precision"),
+        ({"mixed_precision": object()}, TypeError, "mixed_precision"),
         ({"plan": BucketPlan(())}, ValueError, "plan"),
     ],
     ids=["device_ids", "bucket_cap_mb", "mixed_precision", "plan"],

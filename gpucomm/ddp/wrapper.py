@@ -64,8 +64,9 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
             leave the parameters alone; .grad stays as it is, so that a GradScaler lowers its scale); default: pass.
         wire_dtype: torch.bfloat16 or torch.float16: fp32 gradients travel as that, `.grad` is fp32 again. Each rank's
             gradient is rounded once, and the mean once; they are divided by the number of ranks before they are added,
-            in fp32. A gradient beyond the range of float16 (65,504) becomes infinite on every rank, in `.grad` too.
-            Such parameters take the memory of their gradient and of its form on the wire.
+            in fp32 (a process group of more than two ranks adds in its own way, rounding every sum). A gradient beyond
+            the range of float16 (65,504) becomes infinite on every rank, in `.grad` too. Such parameters take the
+            memory of their gradient and of its form on the wire. The variable GPUCOMM_WIRE_DTYPE is the default.
         audit_every: run audit() in the first training forward after every so many reductions; 0: never.
 
     Raises:
@@ -213,6 +214,8 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
         if init_sync:
             check_same_model(table.names, table.params, world.global_ranks, exchange)
         core_transport = world.connect(exchange)
+        if arguments.wire.travels and isinstance(core_transport, Transport):
+            core_transport.widens_sums = False  # few bytes are what was asked for
         stream = _core.InlineStream()
         self._comm = Communicator.over(core_transport, stream)
         self._audit = Audit(arguments.audit_every, self._comm)
@@ -468,7 +471,7 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
         counts: those of one process on everything together, however uneven the ranks' shares. All ranks give weights in
         an iteration or none does, else it raises StepFailed. count: a number of 0 or more, or a tensor of one element.
         """
-        self._reduction.weight.add(count)
+        self._reduction.agreement.weight.add(count)
         yield
 
     # ---- uneven inputs
