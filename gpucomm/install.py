@@ -6,6 +6,7 @@ DistributedDataParallel as DDP`); those are replaced one by one. Whatever is imp
 
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -16,7 +17,7 @@ from gpucomm.ddp.stand_in import StandIn
 
 # Where install() has put ours, by the module's name and the attribute's.
 _replaced: set[tuple[str, str]] = set()
-_reported: set[type] = set()
+_reported: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def install() -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,6 +95,21 @@ def test_forked_ranks_compute_where_this_process_has_a_pool_of_threads(tmp_path)
     )
     ran = run_python(script, cwd=tmp_path, env=environment(OMP_NUM_THREADS="2"))
     assert ran.stdout == "(1400.0, 1) 2\n", ran.stderr
+
+
+@pytest.mark.slow
+def test_where_cuda_is_in_use_ranks_are_started_anew_and_need_an_importable_function(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, torch.distributed as dist, gpucomm\n"
+        "if __name__ == '__main__':\n"
+        "    torch.cuda.is_initialized = lambda: True\n"
+        "    print(gpucomm.launch(dist.get_world_size, nprocs=2))\n"
+        "    try: gpucomm.launch(lambda: 1, nprocs=2)\n"
+        "    except TypeError as error: print(error)\n"
+    )
+    ran = run_python(script, cwd=tmp_path)
+    assert re.fullmatch(r"2\nlaunch: CUDA is in use in this process, .*lambda.*\n", ran.stdout), ran.stderr
 
 
 # ---- errors
@@ -217,25 +234,17 @@ def test_handlers_loggers_and_environment_are_as_before():
     assert environment == before[2]
 
 
-# Where the ranks are when Ctrl-C comes: in Python, in a wait of ours, in one of gloo.
+# Where the ranks are when a signal comes: in a wait of ours, in one of gloo.
 PLACES = {
-    "sleep": "time.sleep(100)",
     "ours": "wait_for_peer(gpucomm.Communicator())",
     "gloo": "wait_for_peer(dist)",
 }
 
 
-@pytest.mark.parametrize(
-    ("place", "whom"),
-    [
-        ("sleep", "the launching process"),
-        ("ours", "the launching process"),
-        ("gloo", "the launching process"),
-        ("gloo", "all"),
-    ],
-)
-def test_ctrl_c_is_a_keyboard_interrupt_and_no_rank_is_left(place, whom, tmp_path):
-    script = tmp_path / "script.py"
+@contextmanager
+def launched_ranks(place, folder):
+    """A process that launches two ranks, in a session of its own, and the ranks' ids."""
+    script = folder / "script.py"
     script.write_text(
         "import os, time, torch, torch.distributed as dist, gpucomm\n"
         "def wait_for_peer(collectives):\n"
@@ -257,7 +266,36 @@ def test_ctrl_c_is_a_keyboard_interrupt_and_no_rank_is_left(place, whom, tmp_pat
     with process:
         ranks = [int(process.stdout.readline()) for _ in range(2)]
         time.sleep(0.5)  # until they are there
-        (os.kill if whom == "the launching process" else os.killpg)(process.pid, signal.SIGINT)
+        yield process, ranks
+
+
+def is_alive(pid):
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(("place", "send"), [("ours", os.kill), ("gloo", os.killpg)])
+def test_ctrl_c_is_a_keyboard_interrupt_and_no_rank_is_left(place, send, tmp_path):
+    with launched_ranks(place, tmp_path) as (process, ranks):
+        send(process.pid, signal.SIGINT)
         assert process.stdout.read() == "interrupted\n"
         assert process.wait(30) == 0
-    assert not any(os.path.exists(f"/proc/{rank}") for rank in ranks)
+    assert not any(map(is_alive, ranks))
+
+
+def test_sigterm_ends_the_launching_process_and_its_ranks(tmp_path):
+    with launched_ranks("gloo", tmp_path) as (process, ranks):
+        process.terminate()
+        assert process.wait(30) == -signal.SIGTERM
+    assert not any(map(is_alive, ranks))
+
+
+def test_ranks_end_where_the_launching_process_is_killed(tmp_path):
+    with launched_ranks("gloo", tmp_path) as (process, ranks):
+        process.kill()
+        deadline = time.monotonic() + 20
+        while any(map(is_alive, ranks)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    assert not any(map(is_alive, ranks))

@@ -30,7 +30,6 @@ TORCH_PRIVATE = {
 }  # fmt: skip
 # os, sys, our own extension, Lightning's strategies
 OTHERS_PRIVATE = {"_exit", "_getframe", "_release", "_ddp_kwargs", "_determine_ddp_device_ids"}
-OTHERS_PRIVATE |= {"_ddp_kwargs", "_determine_ddp_device_ids"}  # Lightning
 
 
 def cpp_files():
