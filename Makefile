@@ -1,7 +1,7 @@
 # `make help` lists the targets. Everything happens in .venv and build/ of this checkout. PYTHON chooses the interpreter
 # (3.10 to 3.13), CXX the compiler, VENV a virtual environment elsewhere. tools/setup.sh installs, and only what has changed since the last call.
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint format bench dev cpp-test clean
+.PHONY: help train test test-all test-clients lint format bench dev cpp-test clean
 
 VENV ?= .venv
 VENV_PYTHON := $(abspath $(VENV))/bin/python
@@ -20,12 +20,16 @@ train:  ## train a byte-level GPT on 2 CPU ranks and compare with stock DDP (2-4
 
 test:  ## the core test suite (about 4 minutes on 2 cores); ARGS go to pytest
 	@$(SETUP) package test
-	@$(VENV_PYTHON) -m pytest -m "not slow" $(ARGS)
+	@$(VENV_PYTHON) -m pytest -m "not slow and not clients" $(ARGS)
 
-test-all:  ## all tests: the slow ones and the C++ ones too (needs GoogleTest)
+test-all:  ## the slow tests and the C++ ones too (needs GoogleTest)
 	@$(SETUP) package test
 	@$(MAKE) --no-print-directory cpp-test
-	@$(VENV_PYTHON) -m pytest $(ARGS)
+	@$(VENV_PYTHON) -m pytest -m "not clients" $(ARGS)
+
+test-clients:  ## Accelerate, transformers and Lightning over ours (installs them; Python 3.11 or newer)
+	@$(SETUP) package test clients
+	@$(VENV_PYTHON) -m pytest -m clients $(ARGS)
 
 lint:  ## ruff, clang-format, mypy
 	@$(SETUP) run lint

@@ -1,7 +1,6 @@
 """The command line, as processes; what `gpucomm run --patch` puts into each, mostly without a launcher around it."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -9,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import environment, gpucomm_run, run_python
 
 import gpucomm
 
@@ -27,18 +27,9 @@ print(json.dumps(facts), flush=True)
 """
 
 
-def command(*arguments, cwd, patched=False, **variables):
+def command(*arguments, cwd, patched=False):
     """Runs Python with the arguments; patched: as a rank of `gpucomm run --patch` is."""
-    path = [str(PATCH)] if patched else []
-    inherited = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*path, *inherited])} | variables
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
-    )
-
-
-def gpucomm_run(*arguments, cwd, **variables):
-    return command("-m", "gpucomm", "run", *arguments, cwd=cwd, **variables)
+    return run_python(*arguments, cwd=cwd, env=environment([PATCH] if patched else []))
 
 
 def script(folder, text, name="script.py"):
@@ -140,15 +131,10 @@ def test_a_failing_rank_makes_the_status_torchruns(tmp_path):
 
 def test_ctrl_c_ends_the_ranks(tmp_path):
     name = script(tmp_path, "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(100)\n")
-    inherited = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     process = subprocess.Popen(
         [sys.executable, "-m", "gpucomm", "run", "--patch", name],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(inherited)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     with process:
         rank = int(process.stdout.readline())
         process.send_signal(signal.SIGINT)
@@ -216,8 +202,7 @@ def test_a_sitecustomize_that_is_hidden_runs_too(tmp_path):
     (tmp_path / "site").mkdir()
     script(tmp_path / "site", "import builtins\nbuiltins.customized = __file__\n", "sitecustomize.py")
     name = script(tmp_path, "print(customized)\n" + FACTS)
-    environment = {"PYTHONPATH": os.pathsep.join([str(PATCH), str(tmp_path / "site"), *map(os.path.abspath, sys.path)])}
-    ran = command(name, cwd=tmp_path, **environment)
+    ran = run_python(name, cwd=tmp_path, env=environment([PATCH, tmp_path / "site"]))
     first, facts = ran.stdout.splitlines()
     assert first == str(tmp_path / "site/sitecustomize.py")
     assert json.loads(facts)["ddp"] == "gpucomm.ddp.wrapper"
@@ -226,5 +211,5 @@ def test_a_sitecustomize_that_is_hidden_runs_too(tmp_path):
 def test_gpucomm_is_found_where_the_launcher_found_it(tmp_path):
     # The launcher's path had the folder that the package is in; the rank's has not.
     name = script(tmp_path, FACTS)
-    (facts,) = facts_of(command(name, cwd=tmp_path, PYTHONPATH=str(PATCH)))
+    (facts,) = facts_of(run_python(name, cwd=tmp_path, env=environment(PYTHONPATH=str(PATCH))))
     assert facts["ddp"] == "gpucomm.ddp.wrapper"

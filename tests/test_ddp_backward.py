@@ -155,10 +155,10 @@ def test_two_backwards_at_once_on_two_threads_are_refused_and_the_iteration_fail
             else:
                 texts.append(text_of(loss.backward))
         if not local:
-            expected = "StepFailed: iteration 1 failed on rank 1: RuntimeError: two backwards at once"
+            expected = "StepFailed: iteration 1 failed on rank 1: TwoBackwards: two backwards at once"
             assert texts[-1].startswith(expected), texts
         if rank == 1:
-            assert "RuntimeError: two backwards at once" in texts[0], texts
+            assert "TwoBackwards: two backwards at once" in texts[0], texts
             assert "two backwards at once" in texts[1], texts
         for iteration in range(2):
             ours.zero_grad()

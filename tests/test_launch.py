@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from commands import environment, run_python
 
 import gpucomm
 
@@ -32,17 +33,6 @@ def raising_on(rank, error):
         gpucomm.Communicator().barrier()
 
     return body
-
-
-def environment(**variables):
-    inherited = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(inherited)} | variables
-
-
-def run_script(script, **variables):
-    return subprocess.run(
-        [sys.executable, script], env=environment(**variables), capture_output=True, text=True, timeout=100
-    )
 
 
 # ---- results
@@ -101,7 +91,7 @@ def test_forked_ranks_compute_where_this_process_has_a_pool_of_threads(tmp_path)
         "    return weight.grad[0, 0].item(), torch.get_num_threads()\n"
         "print(gpucomm.launch(body, nprocs=2), torch.get_num_threads())\n"
     )
-    ran = run_script(script, OMP_NUM_THREADS="2")
+    ran = run_python(script, cwd=tmp_path, env=environment(OMP_NUM_THREADS="2"))
     assert ran.stdout == "(1400.0, 1) 2\n", ran.stderr
 
 

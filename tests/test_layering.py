@@ -28,7 +28,8 @@ TORCH_PRIVATE = {
     "_inside_ddp_forward", "_join_config", "_lazy_init", "_mp_param", "_parameters", "_post_accumulate_grad_hooks",
     "_timeout", "_values", "_version", "_will_engine_execute_node",
 }  # fmt: skip
-OTHERS_PRIVATE = {"_exit", "_getframe", "_release"}  # os, sys, and our own extension
+# os, sys, our own extension, Lightning's strategies
+OTHERS_PRIVATE = {"_exit", "_getframe", "_release", "_ddp_kwargs", "_determine_ddp_device_ids"}
 OTHERS_PRIVATE |= {"_ddp_kwargs", "_determine_ddp_device_ids"}  # Lightning
 
 

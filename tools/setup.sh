@@ -1,7 +1,7 @@
 #!/bin/sh
 # Makes or updates .venv and installs into it what the named parts need; nothing happens when nothing changed.
 #
-#   tools/setup.sh PART...    PART: run (what the library imports), build (cmake, ninja, ...), test, lint, bench: packages
+#   tools/setup.sh PART...    PART: run (what the library imports), build (cmake, ninja, ...), test, lint, bench, clients: packages
 #                             package: run and build, then the library itself in editable form
 #
 # PYTHON chooses the interpreter (default: the one .venv was made with, else python3); VENV the folder, which is left
@@ -88,7 +88,7 @@ fi
 for part in "$@"; do
   case $part in
     package) install_package ;;
-    run | build | test | lint | bench) install_extra "$part" ;;
-    *) fail "unknown part '$part': package, run, build, test, lint or bench" ;;
+    run | build | test | lint | bench | clients) install_extra "$part" ;;
+    *) fail "unknown part '$part': package, run, build, test, lint, bench or clients" ;;
   esac
 done

@@ -24,12 +24,12 @@ class DdpJoinHook(JoinHook):
             raise TypeError(f"divide_by_initial_world_size is {divide_by_initial_world_size!r}, accepted is a bool")
         self._ddp: DistributedDataParallel = weakref.proxy(ddp)  # type: ignore[assignment]
         ddp.logger._set_uneven_input_join()
-        ddp._reduction.mean_of_active = not divide_by_initial_world_size
+        ddp._reduction.agreement.mean_of_active = not divide_by_initial_world_size
 
     def main_hook(self) -> None:
         """One iteration of the others; collective."""
         ddp, reduction = self._ddp, self._ddp._reduction
-        reduction.joined = True
+        reduction.agreement.joined = True
         source, syncs_buffers, reduce, _ = meet_in_forward(ddp, joined=True)
         if syncs_buffers:
             ddp.sync_buffers(source)
@@ -39,8 +39,8 @@ class DdpJoinHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Gives everybody the model of the rank that trained last; collective."""
         ddp, reduction = self._ddp, self._ddp._reduction
-        reduction.joined = False
-        reduction.mean_of_active = False
+        reduction.agreement.joined = False
+        reduction.agreement.mean_of_active = False
         last = max(rank for rank, says in enumerate(ddp._comm.all_gather_bytes(bytes([is_last_joiner]))) if says[0])
         ddp._authoritative_rank = last
         tensors: list[Any] = [*ddp._module_parameters]

@@ -471,7 +471,7 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
         counts: those of one process on everything together, however uneven the ranks' shares. All ranks give weights in
         an iteration or none does, else it raises StepFailed. count: a number of 0 or more, or a tensor of one element.
         """
-        self._reduction.weight.add(count)
+        self._reduction.agreement.weight.add(count)
         yield
 
     # ---- uneven inputs

@@ -6,7 +6,9 @@ is an inner one, so the callback is queued from a node of the outer graph that r
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
 from types import FrameType, TracebackType
 
 import torch
@@ -152,3 +154,49 @@ def starts_on_this_thread() -> bool:
     if frame.f_globals.get("__name__", "").startswith("gpucomm."):
         return False  # the hook
     return not (frame.f_code.co_name == "apply" and isinstance(frame.f_locals.get("self"), BackwardCFunction))
+
+
+class OneBackward:
+    """Tells a backward that autograd carries on to another thread from a second one that runs at the same time."""
+
+    def __init__(self) -> None:
+        self._started_on: int | None = None  # the thread whose program called backward, as far as seen
+        self._arming = False
+
+    @contextmanager
+    def begin(self) -> Iterator[None]:
+        """Around what the first gradient's hook does. Raises TwoBackwards if another thread's is at it."""
+        if self._arming:
+            raise TwoBackwards  # this one lost the interpreter to another thread meanwhile
+        self._arming = True
+        try:
+            yield
+        finally:
+            self._arming = False
+
+    def note_thread(self) -> None:
+        """The backward that begins runs on this thread."""
+        self._started_on = get_ident() if starts_on_this_thread() else None
+
+    def check_thread(self) -> None:
+        """A gradient came on another thread than those before it. Raises TwoBackwards if it is of another backward."""
+        if not starts_on_this_thread():
+            return
+        if self._started_on is None:
+            self._started_on = get_ident()
+        elif self._started_on != get_ident():
+            raise TwoBackwards
+
+    def was_started_here(self) -> bool:
+        """Whether this thread's program called the backward that is under way."""
+        return self._started_on == get_ident()
+
+
+class TwoBackwards(RuntimeError):
+    """Two backwards at once, on two threads, through one wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "two backwards at once, on two threads, through one DistributedDataParallel: their gradients cannot be "
+            "told apart. Run one after the other, or wrap a copy of the module for each thread"
+        )

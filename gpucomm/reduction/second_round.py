@@ -5,16 +5,15 @@ replaced, of another dtype), or a sparse one. The reduction is linear, so adding
 """
 
 import pickle
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.errors import StepFailed
 from gpucomm.reduction.local import local_of
-
-if TYPE_CHECKING:
-    from gpucomm.reduction.reducer import Reducer
+from gpucomm.reduction.unpack import Means
 
 
 class _Kind(NamedTuple):
@@ -26,53 +25,66 @@ class _Kind(NamedTuple):
 
 
 class SecondRound:
-    """What this rank has for the second round of an iteration, and the round itself."""
+    """What this rank has for the second round of an iteration, and the round itself.
 
-    def __init__(self) -> None:
+    params, names: by index, as on every rank. transport: that of comm.
+    """
+
+    def __init__(
+        self,
+        params: list[torch.nn.Parameter],
+        names: list[str],
+        engine: _core.Engine,
+        comm: Communicator,
+        transport: _core.Transport,
+    ) -> None:
+        self._params = params
+        self._names = names
+        self._engine = engine
+        self._comm = comm
+        self._transport = transport
         self._grads: dict[int, torch.Tensor] = {}
 
-    def has(self, parameter: int) -> bool:
-        return parameter in self._grads
-
     def add(self, parameter: int, grad: torch.Tensor) -> None:
-        """grad: this rank's contribution; taken over, the caller lets go of it."""
+        """Has a contribution of this rank reduced, by all ranks. grad: taken over, the caller lets go of it."""
         kept = self._grads.get(parameter)
         self._grads[parameter] = grad.detach().clone() if kept is None else kept + grad.detach()
+        self._engine.request_second_round(parameter)
 
     def clear(self) -> None:
         self._grads.clear()
 
-    def run(self, reducer: "Reducer", parameters: list[int]) -> None:
-        """Reduces the union of what all ranks asked for; collective, after the buckets are reduced.
+    def run(self, parameters: list[int], means: Means) -> None:
+        """Reduces the union of what all ranks asked for, into the means; collective, after the buckets are reduced.
 
-        The reducer adds the means to what it reduced. A mean is sparse if a rank's contribution is.
+        A mean is sparse if a rank's contribution is.
         Raises StepFailed on every rank if a parameter's shape or dtype differs between ranks.
         """
-        kinds = self._agree_on_kinds(reducer, parameters)
+        kinds = self._agree_on_kinds(parameters)
         for dtype in sorted({kind.dtype for kind in kinds.values() if not kind.sparse_dim}, key=str):
             members = [i for i, kind in kinds.items() if kind.dtype == dtype and not kind.sparse_dim]
             parts = [self._grads.get(i, torch.zeros(kinds[i].shape, dtype=dtype)) for i in members]
             flat = torch.cat([part.to(dtype).reshape(-1) for part in parts])
-            reducer.comm.all_reduce(torch.view_as_real(flat) if dtype.is_complex else flat, "avg")
+            self._comm.all_reduce(torch.view_as_real(flat) if dtype.is_complex else flat, "avg")
             for i, mean in zip(members, flat.split([part.numel() for part in parts]), strict=True):
-                reducer.add_mean(i, mean.view(kinds[i].shape))
+                means.add(i, mean.view(kinds[i].shape))
         for i, kind in kinds.items():
             if kind.sparse_dim:
-                reducer.add_mean(i, _sparse_mean(self._grads.get(i), kind, reducer.comm))
+                means.add(i, _sparse_mean(self._grads.get(i), kind, self._comm))
 
-    def _agree_on_kinds(self, reducer: "Reducer", parameters: list[int]) -> dict[int, _Kind]:
+    def _agree_on_kinds(self, parameters: list[int]) -> dict[int, _Kind]:
         mine = []
         for i in parameters:
-            grad, param = self._grads.get(i), local_of(reducer.params[i])
+            grad, param = self._grads.get(i), local_of(self._params[i])
             sparse_dim = grad.sparse_dim() if grad is not None and grad.layout == torch.sparse_coo else 0
             mine.append(_Kind(tuple(param.shape), param.dtype, sparse_dim))
-        everybody = [pickle.loads(text) for text in reducer.comm.all_gather_bytes(pickle.dumps(mine))]
+        everybody = [pickle.loads(text) for text in self._comm.all_gather_bytes(pickle.dumps(mine))]
         for rank, theirs in enumerate(everybody):
             for i, a, b in zip(parameters, everybody[0], theirs, strict=True):
                 if a[:2] != b[:2]:
-                    name = reducer.transport.global_rank
+                    name = self._transport.global_rank
                     raise StepFailed(
-                        f"parameter '{reducer.names[i]}' is {a.dtype} {list(a.shape)} on rank {name(0)} and "
+                        f"parameter '{self._names[i]}' is {a.dtype} {list(a.shape)} on rank {name(0)} and "
                         f"{b.dtype} {list(b.shape)} on rank {name(rank)}"
                     )
         return {

@@ -25,10 +25,7 @@ class Tokens(torch.utils.data.Dataset):
 
 
 class Watching(TrainerCallback):
-    """Notes the class of the wrapper, which the trainer hands to callbacks."""
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.trainer_model = kwargs["model"]
+    """Notes the class of the wrapper that the model is trained in."""
 
     def on_step_end(self, args, state, control, **kwargs):
         self.wrapper = type(self.trainer.model_wrapped).__module__
