@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 from toys import batch, mlp
 
 from gpucomm import DistributedDataParallel as Ours
+from gpucomm.errors import ReplicasDiffer
 
 TRANSPORTS = ["shm", "c10d"]
 
@@ -392,6 +393,24 @@ def test_a_parameter_unfrozen_after_wrapping():
             (sum(model(sequences(r, iteration)).square().mean() for r in range(2)) / 2).backward()
             if iteration > 0:
                 torch.testing.assert_close(full(ours.module.up.weight.grad), model.up.weight.grad)
+
+    run_ranks(body, 4)
+
+
+def test_an_audit_compares_the_parts_that_ranks_have_in_common():
+    def body(rank, world):
+        mesh = two_by_two()
+        ours = unused_allowed(mesh)
+        train(ours, mesh, 2, torch.optim.SGD(ours.parameters(), lr=0.1))
+        assert ours.audit().parameters == len(list(ours.parameters()))
+        if rank == 3:
+            with torch.no_grad():
+                ours.module.down.weight.to_local()[0, 0] += 1
+        if mesh["tp"].get_local_rank() == 1:
+            with pytest.raises(ReplicasDiffer, match=r"'down\.weight'"):
+                ours.audit()
+        else:
+            ours.audit()
 
     run_ranks(body, 4)
 

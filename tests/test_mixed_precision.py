@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from toys import ConvNet, Recurrent, TiedEmbedding, TwoHeads, batch, mlp
 
 from gpucomm import DistributedDataParallel as Ours
+from gpucomm.errors import StepFailed
 
 BF16 = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
 TRANSPORTS = ["shm", "c10d"]
@@ -359,6 +360,69 @@ def test_unused_parameters():
                     torch.testing.assert_close(param.grad.double(), expected[name], rtol=2**-8, atol=1e-7, msg=name)
 
     run_ranks(body, 2)
+
+
+def test_after_a_backward_that_raised_the_next_iteration_is_right():
+    class Trap(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, armed):
+            ctx.armed = armed
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if ctx.armed:
+                raise ValueError("trap")
+            return grad, None
+
+    def body(rank, world):
+        model = mlp()
+        ours = Ours(copy.deepcopy(model), mixed_precision=BF16)
+        ours.module[0].register_forward_hook(lambda m, inputs, output: Trap.apply(output, armed and rank == 1))
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.0)
+        for iteration in range(3):
+            armed = iteration == 1
+            ours.zero_grad()
+            loss = ours(batch(rank, iteration, 5, 24)).float().square().mean()
+            if armed:
+                with pytest.raises(ValueError if rank == 1 else StepFailed, match="trap"):
+                    loss.backward()
+                continue
+            loss.backward()
+            optimizer.step()
+            losses = [
+                lambda m, r=r, i=iteration: m(batch(r, i, 5, 24).bfloat16()).float().square().mean()
+                for r in range(world)
+            ]
+            expected = narrow_mean(model, losses)
+            for name, param in ours.module.named_parameters():
+                assert param.dtype == torch.float32
+                torch.testing.assert_close(param.grad.double(), expected[name], rtol=2**-8, atol=1e-7, msg=name)
+
+    run_ranks(body, 2)
+
+
+def test_a_gradient_scaler_unscales_wide_gradients_and_skips_overflows():
+    config = _MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
+
+    def body(rank, world):
+        ours = Ours(nn.Linear(1, 1, bias=False), mixed_precision=config)
+        with torch.no_grad():
+            ours.module.weight.fill_(1.0)
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=100)
+        found = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = ours(torch.ones(1, 1)).float().sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            found.append((ours.module.weight.item(), scaler.get_scale()))
+        return found
+
+    # 2^16 is beyond float16, on every rank.
+    assert run_ranks(body, 2) == [[(1.0, 2.0**15), (0.5, 2.0**15), (0.0, 2.0**15), (-0.5, 2.0**15)]] * 2
 
 
 def test_a_copy_and_an_unpickled_wrapper_go_on():

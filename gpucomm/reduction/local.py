@@ -17,13 +17,14 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-@torch.no_grad()
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a distributed tensor, in the same memory; any other tensor is its own."""
-    return _as_distributed(tensor).to_local() if is_distributed(tensor) else tensor
+    if not is_distributed(tensor):
+        return tensor
+    with torch.no_grad():
+        return _as_distributed(tensor).to_local()
 
 
-@torch.no_grad()
 def local_grad(param: torch.Tensor) -> torch.Tensor | None:
     """This rank's part of `param.grad`, placed as the parameter is; None if it has none.
 
@@ -34,18 +35,21 @@ def local_grad(param: torch.Tensor) -> torch.Tensor | None:
     if grad is None or not is_distributed(grad) or not is_distributed(param):
         return grad
     placements = _as_distributed(param).placements
-    return local_of(grad if _as_distributed(grad).placements == placements else _redistribute(grad, placements))
+    with torch.no_grad():
+        if _as_distributed(grad).placements != placements:
+            grad = _as_distributed(grad).redistribute(placements=placements)
+    return local_of(grad)
 
 
-@torch.no_grad()
 def placed_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A tensor over the memory of `local` that can be the parameter's `.grad`: `local` itself for a plain one."""
     if not is_distributed(param):
         return local
     like = _as_distributed(param)
-    return type(like).from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    with torch.no_grad():
+        return type(like).from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
 
 
 class DistributedGrad:
@@ -77,10 +81,6 @@ class DistributedGrad:
     def _references(self) -> tuple[int, int]:
         """To the distributed tensor, and to the local one in it."""
         return sys.getrefcount(self.tensor), sys.getrefcount(local_of(self.tensor))
-
-
-def _redistribute(tensor: torch.Tensor, placements: Any) -> torch.Tensor:
-    return _as_distributed(tensor).redistribute(placements=placements)
 
 
 def _as_distributed(tensor: torch.Tensor) -> Any:
