@@ -58,6 +58,9 @@ class Agreement:
         Of communication hooks, only those on the transport's own group are waited for; for others see finish_hooks.
         """
         if self.comm_hooks is not None:
+            if self._shares_group and self.comm_hooks.raised:
+                # Peers may be in a collective of its group, which nothing else may be paired with.
+                raise CommError("a communication hook raised on this rank, between collectives of the group")
             try:
                 self._engine.launch_rest()
                 if self._shares_group:
