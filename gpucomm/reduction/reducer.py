@@ -86,7 +86,8 @@ class Reducer:
         self.comm_hooks: CommHooks | None = None
 
         self.finite = FiniteCheck(nonfinite, self.names, self.engine)
-        self._usage = Usage(self.names, allow_unused=allow_unused, static_graph=static_graph)
+        rank = transport.global_rank(transport.rank)
+        self._usage = Usage(self.params, self.names, comm, rank, allow_unused=allow_unused, static_graph=static_graph)
         self._loop = Loop()
         self._means = Means(self.slots, self.params, self.engine)
         self._second_round = SecondRound(self.params, self.names, self.engine, comm, transport)
@@ -317,7 +318,7 @@ class Reducer:
         self.finite.judge(verdict, means, self.transport.global_rank)
         self._usage.note(verdict)
         if not verdict.all_used or self._usage.static_graph:
-            self._usage.check(verdict, self.slots.expected(), self)
+            self._usage.check(verdict, self.slots.expected())
         if not self.agreement.joined:
             self._means.install(verdict, factor, self.comm)
         if not self.slots.is_final and self.slots.next_plan is None:

@@ -1,26 +1,38 @@
 """Whether every parameter got a gradient on every rank, and the error of stock DDP where that was not announced."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 
 from gpucomm import _core
-
-if TYPE_CHECKING:
-    from gpucomm.reduction.reducer import Reducer
+from gpucomm.communicator import Communicator
 
 
 class Usage:
-    """allow_unused: parameters without a gradient are no error. static_graph: which ones have none never changes."""
+    """params, names: by index. rank: this one's, in the default group.
 
-    def __init__(self, names: list[str], *, allow_unused: bool, static_graph: bool) -> None:
+    allow_unused: parameters without a gradient are no error. static_graph: which ones have none never changes.
+    """
+
+    def __init__(
+        self,
+        params: list[torch.nn.Parameter],
+        names: list[str],
+        comm: Communicator,
+        rank: int,
+        *,
+        allow_unused: bool,
+        static_graph: bool,
+    ) -> None:
         self.static_graph = static_graph
         self.error: str | None = None  # raised by the wrapper's next forward, and those that follow
         self.change: str | None = None  # raised at the end of the backward in which a static graph was not
         self.here: list[int] = []  # without a gradient on this rank in the last reduction
         self._varies_here: bool | None = None  # from one iteration to the next; None: there was none yet
+        self._params = params
         self._names = names
+        self._comm = comm
+        self._rank = rank
         self._allow_unused = allow_unused
         self._static_unused: list[int] | None = None
         self.is_constant = True  # what is used has been the same in all iterations
@@ -51,7 +63,7 @@ class Usage:
             self.is_constant = False
         self._used_before = used
 
-    def check(self, verdict: _core.Verdict, planned: list[int], reducer: "Reducer") -> None:
+    def check(self, verdict: _core.Verdict, planned: list[int]) -> None:
         """Notes the error if parameters in the plan got no gradient on some rank.
 
         Collective: one that is frozen on every rank is no error, one that is frozen on some is one on all of them.
@@ -61,21 +73,21 @@ class Usage:
         used = set(verdict.used_by_all())
         unused = [i for i in planned if i not in used]
         if unused:
-            trainable = reducer.comm.all_gather_bytes(bytes(reducer.params[i].requires_grad for i in unused))
+            trainable = self._comm.all_gather_bytes(bytes(self._params[i].requires_grad for i in unused))
             unused = [i for i, flags in zip(unused, zip(*trainable, strict=True), strict=True) if any(flags)]
         if not self.static_graph:
             if unused:
-                self.error = _UNUSED_TEXT + self._which(unused, reducer)
+                self.error = _UNUSED_TEXT + self._which(unused)
         elif self._static_unused is None:
             self._static_unused = unused
         elif unused != self._static_unused:
             changed = sorted(set(unused) ^ set(self._static_unused))
             self.change = f"{_CHANGED_TEXT}{self._named(changed)}"
-            self.error = _CHANGED_BEFORE_TEXT + self._which(changed, reducer)
+            self.error = _CHANGED_BEFORE_TEXT + self._which(changed)
 
-    def _which(self, indices: list[int], reducer: "Reducer") -> str:
+    def _which(self, indices: list[int]) -> str:
         """In torch's words, which are about the rank that speaks."""
-        rank, mine = reducer.transport.global_rank(reducer.transport.rank), set(self.here)
+        rank, mine = self._rank, set(self.here)
         here = [i for i in indices if i in mine]
         text = (
             f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, here)) or 'none'}\n"
