@@ -24,7 +24,7 @@ from gpucomm.errors import (
 )
 from gpucomm.install import install, uninstall
 from gpucomm.launch import launch
-from gpucomm.reduction.buckets import BucketPlan
+from gpucomm.reduction.layout.buckets import BucketPlan
 from gpucomm.trainer import CheckpointError, Trainer
 from gpucomm.transport import Transport
 from gpucomm.version import __version__

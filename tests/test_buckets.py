@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from gpucomm import BucketPlan
-from gpucomm.reduction.buckets import SLOT_ALIGNMENT, ParameterSpec, contiguous_strides, count_in_memory, is_dense
+from gpucomm.reduction.layout.buckets import (
+    SLOT_ALIGNMENT,
+    ParameterSpec,
+    contiguous_strides,
+    count_in_memory,
+    is_dense,
+)
 
 
 def specs_of(*shapes, dtype=torch.float32):

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from torch import nn
 from toys import TwoHeads, batch, mlp
 
-import gpucomm.ddp.wrapper as ddp_module
+import gpucomm.ddp.construction as ddp_module
 from gpucomm import BucketPlan, Transport, _core
 from gpucomm import DistributedDataParallel as Ours
 from gpucomm.errors import InternalError

@@ -128,12 +128,12 @@ def reads_environment(tree):
 
 
 def private_members_of_others(trees):
-    """Names of private attributes that the given sources read or write and nowhere define."""
+    """Names of private attributes that the given sources read or write and nowhere define, on self or a wrapper."""
     nodes = [node for tree in trees for node in ast.walk(tree)]
     defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     written = {ast.unparse(node) for node in attributes if isinstance(node.ctx, ast.Store)}
-    defined |= {node.attr for node in attributes if f"self.{node.attr}" in written}
+    defined |= {node.attr for node in attributes if {f"self.{node.attr}", f"ddp.{node.attr}"} & written}
     return {node.attr for node in attributes if re.match(r"_[^_]", node.attr)} - defined
 
 

@@ -16,7 +16,7 @@ from ranks import run_ranks
 
 from gpucomm import Communicator, DistributedDataParallel, _core
 from gpucomm.errors import CommError, CommTimeout, PeerFailed, TransportUnavailable
-from gpucomm.reduction.buckets import BucketPlan
+from gpucomm.reduction.layout.buckets import BucketPlan
 
 each_transport = pytest.mark.parametrize("transport", ["shm", "c10d", "loopback"])
 

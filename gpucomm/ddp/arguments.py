@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gpucomm import _core
 from gpucomm.ddp.mixed_precision import check_precision, wire_of
-from gpucomm.reduction.buckets import MIB, BucketPlan
-from gpucomm.reduction.wire import Wire, check_wire_dtype, narrow_wire
+from gpucomm.reduction.layout.buckets import MIB, BucketPlan
+from gpucomm.reduction.layout.wire import Wire, check_wire_dtype, narrow_wire
 from gpucomm.transport import Transport
 from gpucomm.world import Settings, nonfinite_policy
 

@@ -8,7 +8,7 @@ import torch
 from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from gpucomm.reduction.buckets import MIB
+from gpucomm.reduction.layout.buckets import MIB
 
 # As stock DDP plans without an argument: hooks get few and large buckets, each call of one costs Python and latency.
 CAPS = (1 * MIB, 25 * MIB)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpucomm.reduction.local import is_distributed
+from gpucomm.reduction.layout.local import is_distributed
 
 
 def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup | None:

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.utils import _cast_forward_inputs
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gpucomm.reduction.local import is_distributed
-from gpucomm.reduction.wire import Wire
+from gpucomm.reduction.layout.local import is_distributed
+from gpucomm.reduction.layout.wire import Wire
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

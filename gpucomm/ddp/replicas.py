@@ -8,8 +8,8 @@ import torch
 from gpucomm.communicator import Communicator
 from gpucomm.ddp.mesh import placement_of
 from gpucomm.errors import ModelsDiffer
-from gpucomm.reduction.buckets import MIB
-from gpucomm.reduction.local import local_of
+from gpucomm.reduction.layout.buckets import MIB
+from gpucomm.reduction.layout.local import local_of
 from gpucomm.world import Exchange
 
 # Tensors are brought together in pieces of this size, so that a broadcast needs little memory beside the model.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from gpucomm.ddp.construction import make_table
 from gpucomm.world import World, withdrawing
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def restore(ddp: "DistributedDataParallel", attributes: dict[str, Any]) -> None:
         arguments = attributes["_arguments"]
         world = World.of(None, arguments.timeout, arguments.transport, str(arguments.wire))
         torch.nn.Module.__setstate__(ddp, attributes)
-        table = ddp._make_table()
+        table = make_table(ddp)
     ddp._connect(world, table, init_sync=False)
 
 
@@ -57,4 +58,4 @@ def move(ddp: "DistributedDataParallel", group: dist.ProcessGroup) -> None:
         arguments = ddp._arguments
         world = World.of(group, arguments.timeout, arguments.transport, str(arguments.wire))
     ddp._reduction.close()
-    ddp._connect(world, ddp._make_table(), init_sync=False)
+    ddp._connect(world, make_table(ddp), init_sync=False)

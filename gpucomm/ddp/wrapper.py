@@ -12,37 +12,29 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.ddp import buffers, optimizer_in_backward, state, sync_batch_norm
-from gpucomm.ddp.arguments import Arguments, check_delayed, check_devices, check_module, check_parameters
+from gpucomm.ddp.arguments import Arguments, check_module
 from gpucomm.ddp.audit import Audit, AuditReport
 from gpucomm.ddp.comm_hooks import CAPS as HOOK_CAPS
 from gpucomm.ddp.comm_hooks import builtin_hook, check_hook
 from gpucomm.ddp.compiling import keep_compiler_out
+from gpucomm.ddp.construction import Connection, make_table, set_attributes
 from gpucomm.ddp.join import DdpJoinHook, meet_in_forward
 from gpucomm.ddp.logging_data import Logger
 from gpucomm.ddp.mesh import check_placement, group_of
 from gpucomm.ddp.mixed_precision import MixedPrecision
-from gpucomm.ddp.replicas import broadcast_tensors, check_same_model
+from gpucomm.ddp.replicas import broadcast_tensors
 from gpucomm.ddp.stand_in import StandIn
 from gpucomm.ddp.torch_reducer import TorchReducer
-from gpucomm.reduction.buckets import MIB, BucketPlan, ParameterSpec
 from gpucomm.reduction.comm_hooks import name_of
-from gpucomm.reduction.parameters import ParameterTable
+from gpucomm.reduction.layout.buckets import BucketPlan, ParameterSpec
+from gpucomm.reduction.layout.parameters import ParameterTable
+from gpucomm.reduction.layout.wire import refuse_beside_hooks
 from gpucomm.reduction.reducer import Reducer
-from gpucomm.reduction.wire import refuse_beside_hooks
 from gpucomm.trace import TraceEvent, read_trace
 from gpucomm.transport import Transport
 from gpucomm.world import World, withdrawing
-
-# Shared memory wants small buckets: reduced while they are in cache, and early. Sockets want few messages, but the wire
-# has to be busy from the first gradient on: at 1 Gbit/s, waiting for a bucket of 8 MiB left a tenth of what could be
-# hidden exposed, and buckets of 2 MiB (17 ms there) fill the wire as well as one.
-_OWN_CAPS = {"shm": (1 * MIB,), "loopback": (1 * MIB,)}
-_SOCKET_CAPS = (MIB // 4, MIB // 2, 1 * MIB, 2 * MIB)
-# In shared memory a piece of a bucket is reduced as soon as it is packed, while a core's own cache still holds it.
-_PIECE_BYTES = {"shm": MIB // 4, "loopback": MIB // 4}
 
 
 class DistributedDataParallel(TorchDDP, metaclass=StandIn):
@@ -80,6 +72,11 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
     reducer: TorchReducer  # type: ignore[assignment]
     logger: Logger
     _reduction: Reducer
+    _arguments: Arguments
+    _precision: MixedPrecision | None
+    _comm: Communicator
+    _audit: Audit
+    _comm_hooks: list[tuple[Callable, object]]  # in the order in which they were registered
 
     def __init__(
         self,
@@ -145,8 +142,8 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
             )
             check_module(module)
             world = World.of(group, arguments.timeout, arguments.transport, str(arguments.wire))
-            self._take(arguments, module)
-            table = self._make_table()
+            set_attributes(self, arguments, module)
+            table = make_table(self)
             check_placement(table.names, table.params, world.global_ranks)
             if plan is not None:
                 trainable = [i for i, p in enumerate(table.params) if p.requires_grad]
@@ -156,93 +153,14 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
         if arguments.static_graph:
             self._set_static_graph()
 
-    def _take(self, arguments: Arguments, module: torch.nn.Module) -> None:
-        """Sets the attributes that come from the arguments, under the names that torch's class has for them."""
-        self._arguments = arguments
-        delayed = arguments.delay_all_reduce_named_params or ()
-        check_delayed(module, delayed)
-        self._delay_all_reduce_params = [param for _, param in delayed]
-        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        self.parameters_to_ignore = {*ignored, *(name for name, _ in delayed)}
-        self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
-        check_parameters(self._module_parameters, self._delay_all_reduce_params)
-        everything = [*self._module_parameters, *self._delay_all_reduce_params]
-        check_devices(everything, arguments.device_ids, arguments.output_device)
-        self.device = everything[0].device
-        self.device_type = self.device.type
-        self.device_ids = None
-        self.output_device = None
-        self.is_multi_device_module = False
-        self.use_side_stream_for_tensor_copies = True
-        self.dim = arguments.dim
-        self.module = module
-        self.static_graph = False
-        self.find_unused_parameters = arguments.find_unused_parameters
-        self.gradient_as_bucket_view = arguments.gradient_as_bucket_view
-        self.batched_grad_copy = arguments.batched_grad_copy
-        self.skip_all_reduce_unused_params = arguments.skip_all_reduce_unused_params
-        self.mixed_precision = arguments.mixed_precision
-        self._precision = None
-        if arguments.mixed_precision is not None:
-            self._precision = MixedPrecision(arguments.mixed_precision, module, self.parameters_to_ignore)
-        if arguments.device_mesh is not None:
-            self.device_mesh = arguments.device_mesh
-        self.require_backward_grad_sync = True
-        self.require_forward_param_sync = True
-        self.forward_sync_buffers = arguments.syncs_buffers_in_forward
-        self.bucket_bytes_cap = arguments.reported_cap_bytes
-        self.bucket_bytes_cap_list = list(arguments.caps_bytes or ()) if arguments.bucket_cap_mb_list else []
-        self.bucket_bytes_cap_default = arguments.caps_bytes is None
-        self.broadcast_bucket_size = 250 * MIB  # of torch's functions that a program may call with it; ours have theirs
-        self._comm_hooks: list[tuple[Callable, object]] = []  # in the order in which they were registered
-        self._lazy_init_ran = False
-        self._ddp_sink_clone = True
-        self._use_python_reducer = False
-        self._delay_all_reduce_all_params = False
-
-    def _make_table(self) -> ParameterTable:
-        ignored = self.parameters_to_ignore - {name for name, _ in self._arguments.delay_all_reduce_named_params or ()}
-        return ParameterTable(self.module, ignored)
-
     def _connect(self, world: World, table: ParameterTable, init_sync: bool) -> None:
         """Builds all that talks to other ranks; collective. init_sync: compare the models, and take rank 0's values."""
         keep_compiler_out()
-        arguments = self._arguments
-        self.process_group = world.group
         self._assign_modules_buffers()
-        exchange = world.meet()
-        if init_sync:
-            check_same_model(table.names, table.params, world.global_ranks, exchange)
-        core_transport = world.connect(exchange)
-        if arguments.wire.travels and isinstance(core_transport, Transport):
-            core_transport.widens_sums = False  # few bytes are what was asked for
-        stream = _core.InlineStream()
-        self._comm = Communicator.over(core_transport, stream)
-        self._audit = Audit(arguments.audit_every, self._comm)
-        if init_sync:
-            broadcast_tensors(table.params, self._comm)
-            broadcast_tensors(self.modules_buffers if arguments.syncs_buffers_at_init else [], self._comm)
-            self._audit.buffers_are_equal = arguments.syncs_buffers_at_init
-        own_caps = _OWN_CAPS.get(core_transport.name(), _SOCKET_CAPS)
-        self._reduction = Reducer(
-            table,
-            self._comm,
-            stream,
-            core_transport,
-            own_caps if arguments.caps_bytes is None else arguments.caps_bytes,
-            piece_bytes=_PIECE_BYTES.get(core_transport.name(), 0),
-            timeout_s=world.timeout_s,
-            nonfinite=arguments.nonfinite_policy,
-            allow_unused=self.find_unused_parameters,
-            static_graph=self.static_graph,
-            plan=arguments.plan,
-            delayed=table.indices_of(self._delay_all_reduce_params),
-            skip_unused=self.skip_all_reduce_unused_params,
-            wire=arguments.wire,
-        )
+        connection = Connection.make(self, world, table, init_sync)
+        self.process_group = world.group
+        self._comm, self._audit, self._reduction = connection.comm, connection.audit, connection.reduction
         self._reduction.sync_requested = _requested_by(self)
-        if self._precision is not None:
-            self._reduction.on_backward = self._precision.on_backward_end
         for hook, hook_state in self._comm_hooks:
             self._add_comm_hook(hook_state, hook)
         self._passing_sync_batchnorm_handle(self.module)

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 
 from gpucomm import _core
 from gpucomm.errors import CommTimeout, text_of
-from gpucomm.reduction.slots import Slots
+from gpucomm.reduction.layout.slots import Slots
 
 Hook = Callable[[Any, Any], torch.futures.Future]
 

@@ -5,9 +5,9 @@ import torch
 from gpucomm import _core
 from gpucomm.reduction.forecast import Forecast
 from gpucomm.reduction.hooks import Hooks
-from gpucomm.reduction.local import local_grad
+from gpucomm.reduction.layout.local import local_grad
+from gpucomm.reduction.layout.slots import Slots
 from gpucomm.reduction.second_round import SecondRound
-from gpucomm.reduction.slots import Slots
 from gpucomm.reduction.unpack import Means
 from gpucomm.reduction.usage import Usage
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 
 from gpucomm import _core
-from gpucomm.reduction.parameters import ParameterTable
-from gpucomm.reduction.wire import Wire
+from gpucomm.reduction.layout.parameters import ParameterTable
+from gpucomm.reduction.layout.wire import Wire
 
 
 class Hooks:

@@ -24,22 +24,22 @@ import torch.distributed as dist
 from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.errors import CommError, StepFailed, text_of
-from gpucomm.reduction.agreement import Agreement
+from gpucomm.reduction.agreement.finite import FiniteCheck
+from gpucomm.reduction.agreement.headers import Agreement
 from gpucomm.reduction.backward import BackwardEnd, OneBackward, TwoBackwards, queue_at_outermost_end
-from gpucomm.reduction.buckets import BucketMemory, BucketPlan
 from gpucomm.reduction.comm_hooks import CommHooks, Hook, HookNotes
 from gpucomm.reduction.completion import Completion
-from gpucomm.reduction.finite import FiniteCheck
 from gpucomm.reduction.hooks import Hooks
-from gpucomm.reduction.local import local_grad
+from gpucomm.reduction.layout.buckets import BucketMemory, BucketPlan
+from gpucomm.reduction.layout.local import local_grad
+from gpucomm.reduction.layout.parameters import ParameterTable
+from gpucomm.reduction.layout.slots import Slots
+from gpucomm.reduction.layout.wire import Wire
 from gpucomm.reduction.loop import Loop
-from gpucomm.reduction.parameters import ParameterTable
 from gpucomm.reduction.second_round import SecondRound
 from gpucomm.reduction.sharing import claim, enlist, retire
-from gpucomm.reduction.slots import Slots
 from gpucomm.reduction.unpack import Means
 from gpucomm.reduction.usage import Usage
-from gpucomm.reduction.wire import Wire
 from gpucomm.transport import Transport
 
 

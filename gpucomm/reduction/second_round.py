@@ -12,7 +12,7 @@ import torch
 from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.errors import StepFailed
-from gpucomm.reduction.local import local_of
+from gpucomm.reduction.layout.local import local_of
 from gpucomm.reduction.unpack import Means
 
 

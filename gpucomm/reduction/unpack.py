@@ -7,8 +7,8 @@ import torch
 from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.reduction.graph import with_graph
-from gpucomm.reduction.local import placed_like
-from gpucomm.reduction.slots import Slots
+from gpucomm.reduction.layout.local import placed_like
+from gpucomm.reduction.layout.slots import Slots
 
 
 class Means:

@@ -5,11 +5,11 @@ import json
 from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.errors import CommError, CommTimeout, PeerFailed, StepFailed, text_of
+from gpucomm.reduction.agreement.verdict import check_loops, differing_forwards, mean_factor
+from gpucomm.reduction.agreement.weights import Weight
 from gpucomm.reduction.comm_hooks import CommHooks, PeerHookRaised, collectives_issued, first_uneven_group
+from gpucomm.reduction.layout.slots import Slots
 from gpucomm.reduction.loop import Loop
-from gpucomm.reduction.slots import Slots
-from gpucomm.reduction.verdict import check_loops, differing_forwards, mean_factor
-from gpucomm.reduction.weights import Weight
 from gpucomm.transport import Transport
 
 

@@ -10,9 +10,9 @@ import torch
 
 from gpucomm import _core
 from gpucomm.communicator import Communicator
-from gpucomm.reduction.buckets import SLOT_ALIGNMENT, BucketMemory, BucketPlan, ParameterSpec, allocate_buckets
-from gpucomm.reduction.local import DistributedGrad, is_distributed
-from gpucomm.reduction.wire import Wire
+from gpucomm.reduction.layout.buckets import SLOT_ALIGNMENT, BucketMemory, BucketPlan, ParameterSpec, allocate_buckets
+from gpucomm.reduction.layout.local import DistributedGrad, is_distributed
+from gpucomm.reduction.layout.wire import Wire
 
 
 class Slots:

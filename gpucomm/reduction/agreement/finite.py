@@ -10,7 +10,7 @@ import torch
 
 from gpucomm import _core
 from gpucomm.errors import NonFinite
-from gpucomm.reduction.verdict import NameOf
+from gpucomm.reduction.agreement.verdict import NameOf
 
 
 class FiniteCheck:

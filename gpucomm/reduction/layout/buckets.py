@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 import torch
 
 from gpucomm import _core
-from gpucomm.reduction.local import local_of
-from gpucomm.reduction.wire import Wire
+from gpucomm.reduction.layout.local import local_of
+from gpucomm.reduction.layout.wire import Wire
 from gpucomm.transport import flat_tensor
 
 MIB = 1 << 20
