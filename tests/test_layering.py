@@ -21,7 +21,7 @@ ARCHITECTURES = ("_x86", "_aarch64", "_avx2", "_avx512", "_f16c", "_neon")
 # torch's DistributedDataParallel in particular come and go.
 TORCH_PRIVATE = {
     "_world",
-    "_C", "_allgather_base", "_assign_modules_buffers", "_authoritative_rank", "_build_params_for_reducer", "_cdata",
+    "_C", "_allgather_base", "_assign_modules_buffers", "_build_params_for_reducer", "_cdata",
     "_check_default_group", "_check_input_dim", "_check_non_zero_input_channels", "_check_sync_bufs_post_fwd",
     "_check_sync_bufs_pre_fwd", "_current_graph_task_id", "_device_types", "_execution_engine", "_fp_param",
     "_get_backend", "_get_process_group_store", "_get_sequence_number_for_group", "_in_backward_optimizers",
