@@ -36,4 +36,6 @@ def test_what_does_not_exist_is_found():
     assert missing_tests("`test_docs.py::test_nothing`, `test_docs.py::test_what_does_not_exist_is_found`") == [
         "test_docs.py::test_nothing"
     ]
-    assert missing_links(ROOT / "README.md", "[a](nowhere.md) [b](README.md) [c](https://pytorch.org)") == ["nowhere.md"]
+    assert missing_links(ROOT / "README.md", "[a](nowhere.md) [b](README.md) [c](https://pytorch.org)") == [
+        "nowhere.md"
+    ]
