@@ -154,4 +154,5 @@ def _surroundings() -> Iterator[None]:
         for logger in loggers:
             logger.disabled = False
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            if handler is not None:  # None: not Python's, and not to be had again
+                signal.signal(number, handler)
