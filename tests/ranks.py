@@ -141,7 +141,12 @@ def run_ranks(
         # Made after the forks: its thread must not exist when a rank is forked. Ranks queue at the listener until then.
         port = listener.getsockname()[1]
         store = dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            use_libuv=False,  # with libuv torch 2.6 takes no listener; this one is there in all
         )
         release_w = _wait(ranks, time.monotonic() + timeout_s, release_w)
     finally:
