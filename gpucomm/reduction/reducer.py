@@ -309,6 +309,8 @@ class Reducer:
         factor = self.agreement.factor_of(verdict)
         self.agreement.finish_hooks()
         if second := verdict.second_round():
+            if not self.agreement.joined:
+                self._second_round.add_kept(second, self.slots)
             self._second_round.run(second, self._means)
             self.slots.plan_for(second, self._means.sparse)
         self._means.scale(factor)
