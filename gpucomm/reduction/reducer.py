@@ -87,10 +87,10 @@ class Reducer:
 
         self.finite = FiniteCheck(nonfinite, self.names, self.engine)
         self._usage = Usage(self.names, allow_unused=allow_unused, static_graph=static_graph)
-        self._loop = Loop()
+        self.loop = Loop()
         self._means = Means(self.slots, self.params, self.engine)
         self._second_round = SecondRound(self.params, self.names, self.engine, comm, transport)
-        self.agreement = Agreement(self.engine, self.slots, self.names, comm, transport, self._loop)
+        self.agreement = Agreement(self.engine, self.slots, self.names, comm, transport, self.loop)
         self._hooks = Hooks(table, self._make_hook)
         self._hooks.set_layouts(self.slots.views, self.slots.wire)
         self._completion = Completion(
@@ -154,7 +154,7 @@ class Reducer:
         """The backward that follows is reduced, whatever the last forward asked for."""
         if not self.active:
             claim(self)
-        self._loop.expect_reduction()
+        self.loop.expect_reduction()
 
     def _notice_abandoned_backward(self) -> None:
         """A backward of this thread raised where nothing told of it: the graph is still kept, and its end with it."""
@@ -167,7 +167,7 @@ class Reducer:
         """It ended; `reduce` says whether the backward that follows is reduced (no_sync: it is not)."""
         if not self.active:
             claim(self)  # a wrapper inside this one took over meanwhile
-        self._loop.note_forward(reduce)
+        self.loop.note_forward(reduce)
 
     # ---- arm
 
@@ -180,7 +180,7 @@ class Reducer:
     def _arm(self) -> None:
         self._raise_failure()
         self.table.refresh()
-        reduce = self.sync_requested() if self._loop.reduce_next is None else self._loop.reduce_next
+        reduce = self.sync_requested() if self.loop.reduce_next is None else self.loop.reduce_next
         if reduce and os.getpid() != self._pid:
             raise RuntimeError(
                 "backward in a process that was forked from one whose gradients are reduced: a child cannot take its "
@@ -192,7 +192,7 @@ class Reducer:
         end = BackwardEnd(self._on_backward_end, self._on_backward_aborted)
         self._end = weakref.ref(end)
         queue_at_outermost_end(end)
-        self._loop.backwards += 1
+        self.loop.backwards += 1
         if not reduce:
             self.engine.arm_local()
             return
@@ -299,7 +299,7 @@ class Reducer:
 
     def _end_local(self) -> None:
         self.engine.disarm()
-        self._loop.note_local_end()
+        self.loop.note_local_end()
         fault, self.agreement.fault = self.agreement.fault, None
         if fault is not None:
             raise fault
@@ -360,7 +360,7 @@ class Reducer:
         self._second_round.clear()
         self._means.clear()
         self.agreement.clear()
-        self._loop.clear()
+        self.loop.clear()
 
     # ---- failure, end
 
@@ -382,7 +382,7 @@ class Reducer:
     def check_before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before any optimizer steps: it must not apply gradients of an iteration that is not complete."""
         unfinished = self.engine.mode == _core.Mode.REDUCE and self.comm_hooks is None  # hooks may step optimizers
-        if not (unfinished or self._failure or self._spoiled or self._loop.announced or self.finite.skipping):
+        if not (unfinished or self._failure or self._spoiled or self.loop.announced or self.finite.skipping):
             return
         self._notice_abandoned_backward()
         indices = {id(p): i for i, p in enumerate(self.params)}
