@@ -73,7 +73,7 @@ class Completion:
             grad = local_grad(self._params[index])
             if grad is not None and self._engine.used(index) and self._slots.fitting_view(index, grad) is None:
                 # Accumulated under no_sync, or left to hooks of the program, and does not fit.
-                self._second_round.add(index, grad)
+                self._second_round.add(index, self._means.note_own(index, grad))
                 self._params[index].grad = None
 
     def complete_with_zeros(self) -> None:
@@ -100,6 +100,7 @@ class Completion:
         if grad is None or view is None:
             self._engine.complete(index, None)
             return
+        grad = self._means.note_own(index, grad)
         if grad.data_ptr() == view.data_ptr():
             self._means.keep(index, grad)
         else:
