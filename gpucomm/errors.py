@@ -44,7 +44,8 @@ class ReplicasDiffer(CommError):
 class StepFailed(CommError):
     """A rank raised in this iteration, or the ranks' training loops diverged.
 
-    Raised on every rank in the same iteration, before an optimizer applies it. The next iteration works.
+    Raised on every rank in the same iteration, before an optimizer applies it. Afterwards every `.grad` of the wrapper
+    is None, on the rank that raised too. The next iteration works.
     """
 
 

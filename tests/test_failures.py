@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from gradients import assert_mean, mean_gradients
 from programs import (
     PROGRAMS,
     Communication,
@@ -33,6 +34,7 @@ from programs import (
 )
 from ranks import run_ranks
 from torch.utils.checkpoint import checkpoint
+from toys import batch, mlp
 
 import gpucomm
 from gpucomm import Communicator, DistributedDataParallel
@@ -305,6 +307,78 @@ def test_gradients_of_a_failed_iteration_are_not_applied(transport):
         with contextlib.suppress(RuntimeError):
             training.optimizer.step()
         assert all(torch.equal(a, b) for a, b in zip(before, training.parameters(), strict=True))
+
+    run_ranks(body, 2)
+
+
+@each_transport
+def test_nothing_of_a_failed_iteration_is_left_for_the_next_one(transport):
+    """A hook of the program raises between the gradient and its packing, and nobody calls zero_grad()."""
+
+    def body(rank, world):
+        ddp = DistributedDataParallel(mlp(), transport=transport, bucket_cap_mb=0.001)
+
+        def loss(model, r, iteration):
+            return model(batch(r, iteration, 3, 24)).square().mean()
+
+        with ddp.no_sync():
+            loss(ddp, rank, 0).backward()
+        if rank == 1:
+            raising = list(ddp.parameters())[4].register_post_accumulate_grad_hook(lambda param: 1 / 0)
+        with pytest.raises((ZeroDivisionError, StepFailed)):
+            loss(ddp, rank, 1).backward()
+        assert all(param.grad is None for param in ddp.parameters())
+        if rank == 1:
+            raising.remove()
+        expected = mean_gradients(ddp.module, lambda model, r: loss(model, r, 2), world)
+        loss(ddp, rank, 2).backward()
+        assert_mean(ddp, expected)
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("begins_again", [False, True])
+def test_a_local_backward_that_raised_fails_the_iteration_unless_it_begins_again(begins_again):
+    def body(rank, world):
+        ddp = DistributedDataParallel(mlp(), timeout=20)
+
+        def loss(model, r, iteration):
+            return model(batch(r, iteration, 3, 24)).square().mean()
+
+        if begins_again or rank == 1:
+            raising = ddp.module[2].weight.register_hook(lambda grad: 1 / 0)
+            with ddp.no_sync(), pytest.raises(ZeroDivisionError):
+                loss(ddp, rank, 0).backward()
+            raising.remove()
+        else:
+            with ddp.no_sync():
+                loss(ddp, rank, 0).backward()
+        if not begins_again:
+            with pytest.raises(StepFailed, match=r"rank 1: .* no_sync"):
+                loss(ddp, rank, 1).backward()
+        ddp.zero_grad()
+        expected = mean_gradients(ddp.module, lambda model, r: loss(model, r, 2), world)
+        loss(ddp, rank, 2).backward()
+        assert_mean(ddp, expected)
+
+    run_ranks(body, 2)
+
+
+def test_a_wrapper_made_anew_after_a_failure_trains_though_the_dead_one_is_kept():
+    def body(rank, world):
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        dead = DistributedDataParallel(model, timeout=1)
+        if rank == 0:
+            with pytest.raises(CommTimeout):
+                dead(batch(0, 0, 3, 24)).square().mean().backward()
+            optimizer.zero_grad()
+        dist.barrier()
+        alive = DistributedDataParallel(model)
+        before = [param.detach().clone() for param in model.parameters()]
+        alive(batch(rank, 1, 3, 24)).square().mean().backward()
+        optimizer.step()
+        assert not any(map(torch.equal, before, model.parameters()))
 
     run_ranks(body, 2)
 

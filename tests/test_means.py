@@ -93,6 +93,62 @@ def test_weights_that_add_up_to_nothing_fail_on_all():
     run_ranks(body, 2)
 
 
+def test_a_micro_batch_whose_forward_raises_has_no_weight():
+    def body(rank, world):
+        ours = Ours(mlp())
+        for iteration in range(2):
+            total = sum(len(samples(r, iteration)) for r in range(world))
+
+            def loss(model, r, i=iteration, n=total):
+                return summed_loss(model, samples(r, i)) * world / n
+
+            expected = mean_gradients(ours.module, loss, world)
+            ours.zero_grad()
+            if rank == iteration:
+                with pytest.raises(ValueError, match="no memory"), ours.weight(100):
+                    raise ValueError("no memory")
+            with ours.weight(len(samples(rank, iteration))):
+                summed_loss(ours, samples(rank, iteration)).backward()
+            assert_mean(ours, expected, 1e-5)
+
+    run_ranks(body, 2)
+
+
+def test_weighted_gradients_are_not_added_to_a_mean_that_was_left():
+    def body(rank, world):
+        ours = Ours(mlp())
+        for iteration in range(4):
+            keeps = iteration == 2 and rank == 1
+            if not keeps:
+                ours.zero_grad(set_to_none=iteration == 1)
+            with ours.weight(3):
+                if iteration == 2:
+                    with pytest.raises(StepFailed, match=r"on rank 1: .* left in \.grad"):
+                        summed_loss(ours, samples(rank, 0)).backward()
+                else:
+                    summed_loss(ours, samples(rank, 0)).backward()
+
+    run_ranks(body, 2)
+
+
+def test_a_weighted_micro_batch_whose_local_backward_raises_fails_the_iteration_everywhere():
+    def body(rank, world):
+        ours = Ours(mlp())
+        if rank == 1:
+            raising = ours.module[2].weight.register_hook(lambda grad: 1 / 0)
+            with ours.no_sync(), ours.weight(3), pytest.raises(ZeroDivisionError):
+                summed_loss(ours, samples(rank, 0)).backward()
+            raising.remove()
+        for fails in (True, False):
+            with ours.weight(3):
+                loss = summed_loss(ours, samples(rank, 1))
+                with pytest.raises(StepFailed, match=r"rank 1: .* no_sync") if fails else nullcontext():
+                    loss.backward()
+            ours.zero_grad()
+
+    run_ranks(body, 2)
+
+
 # ---- sparse
 
 
@@ -149,6 +205,49 @@ def test_sparse_gradients_accumulated_under_no_sync_are_reduced_also_if_none_com
         ours(rows(rank, 1), False).backward()
         for name, want in expected.items():
             torch.testing.assert_close(dense(ours.module.get_parameter(name).grad), want, msg=name)
+
+    run_ranks(body, 2)
+
+
+def test_a_sparse_mean_kept_from_before_counts_on_a_rank_without_a_gradient_now():
+    def body(rank, world):
+        ours = Ours(Tables(), find_unused_parameters=True)
+
+        def loss(model, r, iteration):
+            return model(rows(r, iteration), bags=iteration == 0 or r == 0)
+
+        expected = mean_gradients(ours.module, lambda m, r: loss(m, r, 0) + loss(m, r, 1), world)
+        for iteration in range(2):
+            loss(ours, rank, iteration).backward()
+        for name, param in ours.module.named_parameters():
+            if name in expected:
+                torch.testing.assert_close(dense(param.grad), expected[name], msg=name)
+
+    run_ranks(body, 2)
+
+
+def test_gradients_that_are_sparse_in_some_iterations_and_dense_in_others_are_right():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight = nn.Parameter(torch.randn(10, 3))
+
+        def forward(self, ids, both):
+            x = nn.functional.embedding(ids, self.weight, sparse=True)
+            return (nn.functional.linear(x, self.weight) if both else x).square().sum()
+
+    def body(rank, world):
+        ours = Ours(Tied())
+        for iteration, dense_on in enumerate([(0, 1), (), (0,), (0, 1), (1,), ()]):
+
+            def loss(model, r, i=iteration, on=dense_on):
+                return model(rows(r, i), r in on)
+
+            expected = mean_gradients(ours.module, loss, world)
+            ours.zero_grad()
+            loss(ours, rank).backward()
+            torch.testing.assert_close(dense(ours.module.weight.grad), expected["weight"])
 
     run_ranks(body, 2)
 
@@ -277,6 +376,32 @@ def test_join_with_weights_is_exact():
                 optimizer.zero_grad()
         for a, b in zip(ours.module.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-6)
+
+    run_ranks(body, 2)
+
+
+def test_a_rank_that_had_joined_an_iteration_that_failed_trains_on():
+    def body(rank, world):
+        ours = Ours(mlp(), timeout=20)
+
+        def train():
+            with ours.join():
+                for iteration in range(1 + rank):
+                    loss = summed_loss(ours, samples(rank, iteration))
+                    if iteration == 1:
+                        raising = ours.module[2].weight.register_hook(lambda grad: 1 / 0)
+                    try:
+                        loss.backward()
+                    finally:
+                        if iteration == 1:
+                            raising.remove()
+
+        with pytest.raises((StepFailed, ZeroDivisionError)):
+            train()
+        ours.zero_grad()
+        expected = mean_gradients(ours.module, lambda m, r: summed_loss(m, samples(r, 5)), world)
+        summed_loss(ours.module, samples(rank, 5)).backward()
+        assert_mean(ours, expected, 1e-5)
 
     run_ranks(body, 2)
 

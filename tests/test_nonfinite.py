@@ -1,9 +1,11 @@
 """Gradients that are infinite or not numbers, by policy."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from gradients import same_on_all_ranks
 from ranks import run_ranks
 from torch import nn
@@ -107,6 +109,52 @@ def test_a_sum_that_overflows_is_told_from_a_rank_that_is_not_finite():
         with pytest.raises(NonFinite, match="'w' of the ranks together is not finite") as caught, ours.weight(0.5):
             ours().backward()  # the sum over both, over a weight of 1, is 120000
         assert caught.value.ranks == []
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_communication_hook_that_overflows_is_noticed_on_every_rank(policy):
+    def body(rank, world):
+        ours = Ours(nn.Linear(1, 1, bias=False), nonfinite=policy)
+        ours.register_comm_hook(None, fp16_on_rank_1)
+        optimizer = torch.optim.SGD(ours.parameters(), lr=1.0)
+        before = ours.module.weight.detach().clone()
+        with pytest.raises(NonFinite, match="'weight' of the ranks together") if policy == "raise" else nullcontext():
+            (ours(torch.ones(1, 1)) * 1e5).sum().backward()
+        optimizer.step()
+        assert torch.equal(before, ours.module.weight)
+
+    run_ranks(body, 2)
+
+
+def fp16_on_rank_1(state, bucket):
+    narrow = bucket.buffer() if dist.get_rank() == 0 else bucket.buffer().half().float()
+    future = torch.futures.Future()
+    future.set_result(narrow)
+    return future
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_what_is_skipped_ends_with_the_gradients_that_were_not_finite(set_to_none):
+    """Then the ranks train on their own for a while, as local SGD does."""
+
+    def body(rank, world):
+        ours = Ours(mlp(), nonfinite="skip")
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+        poisoned = poison(ours, "2.weight", float("nan")) if rank == 1 else None
+        train_on(ours, rank, 0)
+        if poisoned:
+            poisoned.remove()
+        changed = []
+        for iteration in (1, 2):
+            before = copy.deepcopy(list(ours.parameters()))
+            with ours.no_sync():
+                train_on(ours, rank, iteration)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            changed.append(not all(map(torch.equal, before, ours.parameters())))
+        assert changed == [False, True]
 
     run_ranks(body, 2)
 

@@ -9,9 +9,11 @@ import torch
 from gradients import assert_mean, mean_gradients, same_on_all_ranks
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from toys import TwoHeads, batch
 
 from gpucomm import DistributedDataParallel as Ours
+from gpucomm import StepFailed
 
 TRANSPORTS = ["shm", "c10d"]
 
@@ -119,6 +121,75 @@ def test_iterations_without_a_second_derivative_are_right_and_keep_no_graph():
         gc.collect()
         assert [output() for output in outputs] == [None] * 4
         assert not any(p.grad.requires_grad for p in ours.parameters())
+
+    run_ranks(body, 2)
+
+
+def test_a_gradient_that_a_hook_of_the_program_comes_after_keeps_its_graph():
+    def body(rank, world):
+        ours = Ours(smooth())
+        for param in ours.parameters():
+            param.register_post_accumulate_grad_hook(lambda param: None)
+        model = copy.deepcopy(ours.module)
+        grads = torch.autograd.grad(mean_loss(model, world), list(model.parameters()), create_graph=True)
+        expected = torch.autograd.grad(penalty(grads), list(model.parameters()))
+        loss_of(ours, rank).backward(create_graph=True)
+        first = [p.grad for p in ours.parameters()]
+        ours.zero_grad()
+        penalty(first).backward()
+        for p, want in zip(ours.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, want)
+
+    run_ranks(body, 2)
+
+
+def test_gradients_of_local_backwards_keep_their_graph_though_none_comes_in_the_reduced_one():
+    def body(rank, world):
+        ours = Ours(TwoHeads().double(), find_unused_parameters=True)
+        model = copy.deepcopy(ours.module)
+
+        def loss(m, r, head):
+            return m(batch(r, head, 4, 6).double(), head).square().mean()
+
+        total = sum(loss(model, r, head) for r in range(world) for head in (0, 1)) / world
+        grads = torch.autograd.grad(total, list(model.parameters()), create_graph=True)
+        expected = torch.autograd.grad(penalty(grads), list(model.parameters()))
+        with ours.no_sync():
+            loss(ours, rank, 0).backward(create_graph=True)
+        loss(ours, rank, 1).backward(create_graph=True)
+        first = [p.grad for p in ours.parameters()]
+        ours.zero_grad()
+        penalty(first).backward()
+        for p, want in zip(ours.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, want)
+
+    run_ranks(body, 2)
+
+
+def test_a_graph_beside_a_communication_hook_fails_the_iteration():
+    def body(rank, world):
+        ours = Ours(smooth())
+        ours.register_comm_hook(None, default_hooks.allreduce_hook)
+        with pytest.raises(StepFailed, match=r"create_graph=True. beside a communication hook"):
+            loss_of(ours, rank).backward(create_graph=True)
+        expected = mean_gradients(ours.module, loss_of, world)
+        loss_of(ours, rank).backward()
+        assert_mean(ours, expected)
+
+    run_ranks(body, 2)
+
+
+def test_a_graph_after_a_rank_has_joined_fails_the_iteration_on_every_rank():
+    def body(rank, world):
+        ours = Ours(smooth(), timeout=20)
+
+        def train():
+            with ours.join():
+                for iteration in range(1 + rank):
+                    loss_of(ours, rank, iteration).backward(create_graph=True)
+
+        with pytest.raises(StepFailed, match=r"rank 1: .* after a rank has joined"):
+            train()
 
     run_ranks(body, 2)
 

@@ -1,6 +1,7 @@
 """Parameters that get no gradient: found without a walk through the graph, and without holding up the others."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -104,6 +105,28 @@ def test_gradients_that_come_from_inside_reentrant_checkpoints_are_right_though_
             expected = mean_gradients(model, loss, world)
             ours.zero_grad()
             loss(ours, rank).backward()
+            assert_mean(ours, expected)
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("kept", ["accumulated", "reduced"])
+def test_a_gradient_that_was_not_forecast_is_added_once_to_what_was_there_before(kept):
+    def body(rank, world):
+        ours = Ours(Skipping(), find_unused_parameters=True, bucket_cap_mb=TINY_BUCKETS)
+        for iteration in range(8):
+
+            def first(m, r, i=iteration):
+                return m(batch(r, 2 * i, 3, 8)).square().mean()
+
+            def second(m, r, i=iteration):
+                return m(batch(r, 2 * i + 1, 3, 8), left_out(r, i), i > 2).square().mean()
+
+            expected = mean_gradients(ours.module, lambda m, r, a=first, b=second: a(m, r) + b(m, r), world)
+            ours.zero_grad()
+            with ours.no_sync() if kept == "accumulated" else nullcontext():
+                first(ours, rank).backward()
+            second(ours, rank).backward()
             assert_mean(ours, expected)
 
     run_ranks(body, 2)

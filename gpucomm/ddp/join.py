@@ -29,7 +29,6 @@ class DdpJoinHook(JoinHook):
     def main_hook(self) -> None:
         """One iteration of the others; collective."""
         ddp, reduction = self._ddp, self._ddp._reduction
-        reduction.agreement.joined = True
         source, syncs_buffers, reduce, _ = meet_in_forward(ddp, joined=True)
         if syncs_buffers:
             ddp.sync_buffers(source)
@@ -39,7 +38,6 @@ class DdpJoinHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Gives everybody the model of the rank that trained last; collective."""
         ddp, reduction = self._ddp, self._ddp._reduction
-        reduction.agreement.joined = False
         reduction.agreement.mean_of_active = False
         last = max(rank for rank, says in enumerate(ddp._comm.all_gather_bytes(bytes([is_last_joiner]))) if says[0])
         ddp._authoritative_rank = last

@@ -219,6 +219,7 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
         syncs, source, everybody = self._check_sync_bufs_pre_fwd(), 0, True
         if self._join_config.enable:
             source, _, _, everybody = meet_in_forward(self, joined=False)
+        self._reduction.agreement.peers_joined = not everybody
         if syncs:
             self.sync_buffers(source)
         return everybody
@@ -388,9 +389,18 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
         The gradients of the iteration become the sum over all micro-batches of all ranks, divided by the sum of their
         counts: those of one process on everything together, however uneven the ranks' shares. All ranks give weights in
         an iteration or none does, else it raises StepFailed. count: a number of 0 or more, or a tensor of one element.
+        One that raises before its backward counts nothing. `.grad` has to be None or zero when the iteration begins,
+        else it raises StepFailed: what was divided already cannot be divided again.
         """
+        loop = self._reduction.loop
         self._reduction.agreement.weight.add(count)
-        yield
+        reductions, backwards = self._reduction.engine.iteration, loop.backwards
+        try:
+            yield
+        except BaseException:
+            if (self._reduction.engine.iteration, loop.backwards) == (reductions, backwards):
+                self._reduction.agreement.weight.take_back(count)  # its forward raised: it gave nothing
+            raise
 
     # ---- uneven inputs
 

@@ -34,6 +34,7 @@ class Completion:
         self._second_round = second_round
         self._forecast = Forecast(params)
         self._absent: list[int] = []  # forecast to get none in this backward
+        self._aside: dict[int, torch.Tensor] = {}  # what `.grad` of those held, which is in their slots already
 
     def complete_absent(self, may_be_wrong: bool) -> None:
         """When backward begins: slots that will get none do not keep those behind them waiting.
@@ -45,6 +46,16 @@ class Completion:
             self._absent = self._forecast.absent(self._slots.expected())
             for index in self._absent:
                 self._complete(index)
+                # A gradient that comes all the same is reduced by itself: not on top of what was packed here.
+                if (grad := self._params[index].grad) is not None:
+                    self._aside[index] = grad
+                    self._params[index].grad = None
+
+    def _put_back(self) -> None:
+        for index, grad in self._aside.items():
+            if self._params[index].grad is None:
+                self._params[index].grad = grad
+        self._aside.clear()
 
     def note_late(self, index: int) -> None:
         """A gradient came for a slot that was packed already."""
@@ -53,6 +64,7 @@ class Completion:
 
     def complete_missing(self) -> None:
         """When backward ends: all that is left."""
+        self._put_back()
         with self._usage.search_range():
             missing = self._find_missing()
         for index in missing:
@@ -61,11 +73,12 @@ class Completion:
             grad = local_grad(self._params[index])
             if grad is not None and self._engine.used(index) and self._slots.fitting_view(index, grad) is None:
                 # Accumulated under no_sync, or left to hooks of the program, and does not fit.
-                self._second_round.add(index, grad)
+                self._second_round.add(index, self._means.note_own(index, grad))
                 self._params[index].grad = None
 
     def complete_with_zeros(self) -> None:
         """All that is left, of a rank that only keeps its peers company."""
+        self._put_back()
         for index in self._engine.missing():
             self._engine.complete(index, None)
 
@@ -87,6 +100,7 @@ class Completion:
         if grad is None or view is None:
             self._engine.complete(index, None)
             return
+        grad = self._means.note_own(index, grad)
         if grad.data_ptr() == view.data_ptr():
             self._means.keep(index, grad)
         else:

@@ -13,6 +13,7 @@ class Loop:
         self.backwards = 0
         # What the last forward asked for; None: there was none, so that the flag of the moment counts.
         self.reduce_next: bool | None = None
+        self.is_incomplete = False  # a backward that is not reduced raised
         self.announced = False  # the program said that the next backward is to be reduced
         self._owes_reduction = False  # one of the forwards asked for it
 

@@ -26,6 +26,7 @@ from gpucomm.communicator import Communicator
 from gpucomm.errors import CommError, StepFailed, text_of
 from gpucomm.reduction.agreement.finite import FiniteCheck
 from gpucomm.reduction.agreement.headers import Agreement
+from gpucomm.reduction.agreement.weights import kept
 from gpucomm.reduction.backward import BackwardEnd, OneBackward, TwoBackwards, queue_at_outermost_end
 from gpucomm.reduction.comm_hooks import CommHooks, Hook, HookNotes
 from gpucomm.reduction.completion import Completion
@@ -88,10 +89,10 @@ class Reducer:
         self.finite = FiniteCheck(nonfinite, self.names, self.engine)
         rank = transport.global_rank(transport.rank)
         self._usage = Usage(self.params, self.names, comm, rank, allow_unused=allow_unused, static_graph=static_graph)
-        self._loop = Loop()
+        self.loop = Loop()
         self._means = Means(self.slots, self.params, self.engine)
         self._second_round = SecondRound(self.params, self.names, self.engine, comm, transport)
-        self.agreement = Agreement(self.engine, self.slots, self.names, comm, transport, self._loop)
+        self.agreement = Agreement(self.engine, self.slots, self.names, comm, transport, self.loop)
         self._hooks = Hooks(table, self._make_hook)
         self._hooks.set_layouts(self.slots.views, self.slots.wire)
         self._completion = Completion(
@@ -103,7 +104,6 @@ class Reducer:
         self._witness = next(i for i, p in enumerate(self.params) if p.requires_grad)
         self._end: Callable[[], BackwardEnd | None] = lambda: None  # of the backward that is under way
         self._one_backward = OneBackward()
-        self._spoiled = False  # the last iteration failed: what is left in .grad is not to be applied
         self._failure: BaseException | None = None  # communication is broken for good
         self._pid = os.getpid()
         self.on_reduced: list[Callable[[], None]] = []  # each is called once, when the next reduction is complete
@@ -155,7 +155,7 @@ class Reducer:
         """The backward that follows is reduced, whatever the last forward asked for."""
         if not self.active:
             claim(self)
-        self._loop.expect_reduction()
+        self.loop.expect_reduction()
 
     def _notice_abandoned_backward(self) -> None:
         """A backward of this thread raised where nothing told of it: the graph is still kept, and its end with it."""
@@ -168,20 +168,20 @@ class Reducer:
         """It ended; `reduce` says whether the backward that follows is reduced (no_sync: it is not)."""
         if not self.active:
             claim(self)  # a wrapper inside this one took over meanwhile
-        self._loop.note_forward(reduce)
+        self.loop.note_forward(reduce)
 
     # ---- arm
 
-    def _on_first_gradient(self) -> None:
+    def _on_first_gradient(self, index: int) -> None:
         if not self.active:
             return
         with self._refusing_two(), self._one_backward.begin():
-            self._arm()
+            self._arm(index)
 
-    def _arm(self) -> None:
+    def _arm(self, first: int) -> None:
         self._raise_failure()
         self.table.refresh()
-        reduce = self.sync_requested() if self._loop.reduce_next is None else self._loop.reduce_next
+        reduce = self.sync_requested() if self.loop.reduce_next is None else self.loop.reduce_next
         if reduce and os.getpid() != self._pid:
             raise RuntimeError(
                 "backward in a process that was forked from one whose gradients are reduced: a child cannot take its "
@@ -193,15 +193,21 @@ class Reducer:
         end = BackwardEnd(self._on_backward_end, self._on_backward_aborted)
         self._end = weakref.ref(end)
         queue_at_outermost_end(end)
-        self._loop.backwards += 1
+        if self.loop.is_incomplete and self.agreement.weight.total is None and not kept(self.params, first):
+            self.loop.is_incomplete = False  # the program began again
+        if self.loop.backwards == 0:
+            self.agreement.weight.note_kept(self.params, first)
+        self.loop.backwards += 1
         if not reduce:
+            self.finite.note_local(self.params)
             self.engine.arm_local()
             return
         self.engine.arm()
-        hooked = (
-            self.comm_hooks is not None
-        )  # hooks need not be linear: what is late, and what has a graph, is not for them
-        self._means.arm(with_graph=torch.is_grad_enabled() and not hooked)
+        hooked = self.comm_hooks is not None  # they need not be linear: what is late is not for them
+        with_graph = torch.is_grad_enabled()
+        if with_graph:
+            self.agreement.check_graph()
+        self._means.arm(with_graph and not hooked)
         self._completion.complete_absent(may_be_wrong=not hooked)
 
     def _ready_slots(self) -> None:
@@ -229,7 +235,7 @@ class Reducer:
     # ---- ready
 
     def _make_hook(self, index: int) -> _core.GradHook:
-        first, moved = _weakly(self, "_on_first_gradient"), _weakly(self, "_on_moved_gradient")
+        first, moved = _weakly(self, "_on_first_gradient", index), _weakly(self, "_on_moved_gradient")
         return _core.make_grad_hook(self.engine, index, first, moved, _weakly(self, "_on_other_gradient"))
 
     def _on_replaced_parameter(self, index: int, param: torch.nn.Parameter) -> None:
@@ -278,9 +284,10 @@ class Reducer:
         try:
             if not self.agreement.joined:
                 self._completion.complete_missing()
+                self._check_accumulated()
             self._finish()
         except StepFailed as error:
-            self._spoiled = True
+            self._drop_gradients()
             self.on_error(text_of(error))
             raise
         except BaseException as error:
@@ -298,9 +305,19 @@ class Reducer:
             raise RuntimeError(text)
         self._give_warning()
 
+    def _check_accumulated(self) -> None:
+        """Whether what is reduced now is what the backwards of this iteration were to give; if not, it fails."""
+        fault = self.agreement.weight.fault(self.names, self.engine)
+        if self.loop.is_incomplete:
+            fault = RuntimeError(
+                "a backward under no_sync() raised in this iteration, so that what .grad holds is incomplete: call "
+                "zero_grad() after such an error and begin the iteration again on every rank"
+            )
+        self.agreement.fault = self.agreement.fault or fault
+
     def _end_local(self) -> None:
         self.engine.disarm()
-        self._loop.note_local_end()
+        self.loop.note_local_end()
         fault, self.agreement.fault = self.agreement.fault, None
         if fault is not None:
             raise fault
@@ -310,12 +327,13 @@ class Reducer:
         factor = self.agreement.factor_of(verdict)
         self.agreement.finish_hooks()
         if second := verdict.second_round():
+            if not self.agreement.joined:
+                self._second_round.add_kept(second, self.slots)
             self._second_round.run(second, self._means)
             self.slots.plan_for(second, self._means.sparse)
         self._means.scale(factor)
-        # With communication hooks the ranks may each have something else.
-        means = iter(()) if self.comm_hooks is not None else self._means.of_used(verdict)
-        self.finite.judge(verdict, means, self.transport.global_rank)
+        first_of = None if self.comm_hooks is None else self._first_of_all_ranks  # hooks may give each something else
+        self.finite.judge(verdict, self._means.of_used(verdict), self.transport.global_rank, first_of)
         self._usage.note(verdict)
         if not verdict.all_used or self._usage.static_graph:
             self._usage.check(verdict, self.slots.expected())
@@ -323,7 +341,11 @@ class Reducer:
             self._means.install(verdict, factor, self.comm)
         if not self.slots.is_final and self.slots.next_plan is None:
             self.slots.plan_ready_order(self.comm, verdict)
-        self._spoiled = False
+
+    def _first_of_all_ranks(self, parameter: int) -> int:
+        """-1: none; collective."""
+        found = [int(text) for text in self.comm.all_gather_bytes(str(parameter).encode())]
+        return min((index for index in found if index >= 0), default=-1)
 
     def _give_warning(self) -> None:
         """What this backward gave cause for. The last thing it does: where warnings are errors, this raises."""
@@ -336,11 +358,12 @@ class Reducer:
         if self.engine.mode != _core.Mode.REDUCE:
             self.engine.disarm()
             self.agreement.fault = None
+            self.loop.is_incomplete = True
             return
-        self._spoiled = True
         try:
             self._raise_failure()
             self._completion.complete_with_zeros()
+            self._drop_gradients()
             self.agreement.reduce(failed=True)
             try:
                 text = find_text()
@@ -354,12 +377,18 @@ class Reducer:
         finally:
             self._reset()
 
+    def _drop_gradients(self) -> None:
+        """Of an iteration that failed. What was packed is gone; the rest is this rank's alone, to be neither applied
+        nor added to by the iteration that follows."""
+        for param in self.params:
+            param.grad = None
+
     def _reset(self) -> None:
         self.engine.disarm()
         self._second_round.clear()
         self._means.clear()
         self.agreement.clear()
-        self._loop.clear()
+        self.loop.clear()
 
     # ---- failure, end
 
@@ -381,10 +410,11 @@ class Reducer:
     def check_before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before any optimizer steps: it must not apply gradients of an iteration that is not complete."""
         unfinished = self.engine.mode == _core.Mode.REDUCE and self.comm_hooks is None  # hooks may step optimizers
-        if not (unfinished or self._failure or self._spoiled or self._loop.announced or self.finite.skipping):
+        if not (unfinished or self._failure or self.loop.announced or self.finite.skipping):
             return
         self._notice_abandoned_backward()
-        indices = {id(p): i for i, p in enumerate(self.params)}
+        # What another wrapper has taken over since (made anew after a failure) is that one's.
+        indices = {id(p): i for i, p in enumerate(self.params) if self.active or i in self.orphans}
         mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in indices]
         if not mine:
             return
@@ -395,8 +425,7 @@ class Reducer:
             for param in mine:
                 param.grad = None
         elif left := [p for p in mine if p.grad is not None]:
-            text = _FAILED_TEXT if self._spoiled else _ANNOUNCED_TEXT
-            raise RuntimeError(text.format(name=self.names[indices[id(left[0])]]))
+            raise RuntimeError(_ANNOUNCED_TEXT.format(name=self.names[indices[id(left[0])]]))
 
     def keep_company(self) -> None:
         """One iteration of a rank that has joined: reduces zeros with its peers, and leaves `.grad` alone."""
@@ -404,7 +433,11 @@ class Reducer:
         self._ready_slots()
         self.engine.arm()
         self._completion.complete_with_zeros()
-        self._on_backward_end()
+        self.agreement.joined = True
+        try:
+            self._on_backward_end()
+        finally:
+            self.agreement.joined = False  # also where that raised, and the program leaves the context
 
     def add_comm_hook(self, state: object, hook: Hook, caps: Sequence[int], group: dist.ProcessGroup) -> None:
         """Has buckets reduced by the hook; a further one gets what those before made of them. Collective, between
@@ -450,11 +483,6 @@ class Reducer:
             hooks.detach()
 
 
-_FAILED_TEXT = (
-    "optimizer.step() after an iteration that failed: parameter '{name}' has a gradient of this rank alone; call "
-    "zero_grad() and repeat the iteration"
-)
-
 _ANNOUNCED_TEXT = (
     "optimizer.step() after reducer.prepare_for_backward(), but no backward was reduced since: parameter '{name}' has "
     "a gradient of this rank alone. A backward that is split, as by the zero-bubble schedules of torch's pipelining or "
@@ -465,13 +493,13 @@ _ANNOUNCED_TEXT = (
 _abandoned: list[BucketMemory] = []
 
 
-def _weakly(owner: Reducer, method: str) -> Callable:
-    """The bound method without keeping its owner alive; does nothing once it is gone."""
+def _weakly(owner: Reducer, method: str, *first: object) -> Callable:
+    """The bound method without keeping its owner alive; does nothing once it is gone. first: its first arguments."""
     reference = weakref.ref(owner)
 
     def call(*args: object) -> None:
         target = reference()
         if target is not None:
-            getattr(target, method)(*args)
+            getattr(target, method)(*first, *args)
 
     return call

@@ -12,7 +12,8 @@ import torch
 from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.errors import StepFailed
-from gpucomm.reduction.layout.local import local_of
+from gpucomm.reduction.layout.local import local_grad, local_of
+from gpucomm.reduction.layout.slots import Slots
 from gpucomm.reduction.unpack import Means
 
 
@@ -50,6 +51,13 @@ class SecondRound:
         kept = self._grads.get(parameter)
         self._grads[parameter] = grad.detach().clone() if kept is None else kept + grad.detach()
         self._engine.request_second_round(parameter)
+
+    def add_kept(self, parameters: list[int], slots: Slots) -> None:
+        """Of those that others asked for and this rank did not use: what `.grad` still holds, if no slot took it."""
+        for i in parameters:
+            grad = local_grad(self._params[i])
+            if i not in self._grads and grad is not None and slots.fitting_view(i, grad) is None:
+                self._grads[i] = grad.detach().clone()
 
     def clear(self) -> None:
         self._grads.clear()

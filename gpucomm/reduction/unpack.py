@@ -62,7 +62,11 @@ class Means:
     def add(self, index: int, mean: torch.Tensor) -> None:
         """The second round's mean of a parameter: added to its slot, or its gradient where no slot fits."""
         if mean.layout != torch.strided:
-            self.sparse[index] = mean
+            slot = self._slots.views[index]
+            if slot is not None and slot.shape == mean.shape and slot.any():  # on all ranks alike, for it is reduced
+                slot.add_(mean)  # a rank's gradient was dense
+            else:
+                self.sparse[index] = mean
         elif (view := self._slots.fitting_view(index, mean)) is not None:
             view.add_(mean)
         else:

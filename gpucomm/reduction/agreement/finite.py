@@ -4,7 +4,7 @@ Each rank looks at its own gradients as they are packed and tells in the header.
 not, the sum did not fit its type.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -25,8 +25,17 @@ class FiniteCheck:
         self._engine = engine
         engine.set_check_finite(policy != "pass")
 
-    def judge(self, verdict: _core.Verdict, means: Iterator[tuple[int, torch.Tensor]], name_of: NameOf) -> None:
-        """means: reduced gradients by parameter, equal on all ranks. Raises NonFinite, or has them skipped."""
+    def judge(
+        self,
+        verdict: _core.Verdict,
+        means: Iterator[tuple[int, torch.Tensor]],
+        name_of: NameOf,
+        first_of: Callable[[int], int] | None = None,
+    ) -> None:
+        """means: reduced gradients by parameter. Raises NonFinite, or has them skipped.
+
+        first_of: where they may differ between ranks; collective, from what this rank found to the first of all.
+        """
         if self.policy == "pass":
             return
         self.skipping = False
@@ -34,7 +43,7 @@ class FiniteCheck:
         if guilty:
             parameter, ranks = guilty[0][1], [name_of(r) for r, _ in guilty]
             where, what = f"on rank {ranks[0]}", "is not finite"
-        elif (overflown := next((i for i, mean in means if _core.first_nonfinite(mean) >= 0), None)) is not None:
+        elif (overflown := self._first_overflown(means, first_of)) >= 0:
             parameter, ranks = overflown, []
             where, what = "of the ranks together", "is not finite although each rank's own is"
         else:
@@ -47,3 +56,18 @@ class FiniteCheck:
             )
         self.skipping = True
         self.skipped += 1
+
+    def note_local(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """A backward begins that is not reduced: only gradients that still hold the infinity or NaN are skipped."""
+        if self.skipping:
+            self.skipping = not all(_is_finite(param.grad) for param in params if param.grad is not None)
+
+    def _first_overflown(self, means: Iterator[tuple[int, torch.Tensor]], first_of: Callable[[int], int] | None) -> int:
+        """The parameter, or -1."""
+        found = next((i for i, mean in means if _core.first_nonfinite(mean) >= 0), -1)
+        return found if first_of is None else first_of(found)
+
+
+def _is_finite(grad: torch.Tensor) -> bool:
+    values = grad._values() if grad.layout == torch.sparse_coo else grad
+    return bool(values.isfinite().all())

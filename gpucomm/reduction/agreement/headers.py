@@ -17,7 +17,8 @@ class Agreement:
     """The exchange of headers on one wrapper's transport.
 
     fault: why the iteration fails on this rank, although its backward may come to its end.
-    joined: this rank has no more data and keeps its peers company. mean_of_active: such ranks do not count in the mean.
+    joined: this rank has no more data and keeps its peers company. peers_joined: others have none, as of the last
+    forward. mean_of_active: such ranks do not count in the mean.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Agreement:
     ) -> None:
         self.fault: Exception | None = None
         self.joined = False
+        self.peers_joined = False
         self.mean_of_active = False
         self.weight = Weight()
         self.comm_hooks: CommHooks | None = None
@@ -51,6 +53,13 @@ class Agreement:
         self.weight.clear()
         if self.comm_hooks is not None:
             self.comm_hooks.reset()
+
+    def check_graph(self) -> None:
+        """The gradients that come have a graph: where their means cannot get one, the iteration fails, everywhere."""
+        if self.comm_hooks is not None:
+            self.fault = RuntimeError("backward(create_graph=True) beside a communication hook: it drops the graph")
+        elif self.peers_joined:
+            self.fault = RuntimeError("backward(create_graph=True) after a rank has joined: it would not answer")
 
     def reduce(self, failed: bool = False) -> _core.Verdict:
         """Launches what is left, exchanges the headers and waits for it. failed: backward raised on this rank.

@@ -1,9 +1,12 @@
 """How many samples or tokens this rank's gradients of the current iteration stand for."""
 
 import math
+from collections.abc import Sequence
 from numbers import Real
 
 import torch
+
+from gpucomm import _core
 
 
 class Weight:
@@ -11,6 +14,8 @@ class Weight:
 
     def __init__(self) -> None:
         self.total: float | None = None
+        self._micro_batches = 0
+        self._kept: list[int] = []
 
     def add(self, count: Real | float | torch.Tensor) -> None:
         """count: a number, or a tensor of one element. Raises TypeError, ValueError for what is not a count."""
@@ -21,6 +26,40 @@ class Weight:
         if not 0 <= float(count) < math.inf:
             raise ValueError(f"weight is {count!r}, accepted is a number of samples or tokens, 0 or more")
         self.total = (self.total or 0.0) + float(count)
+        self._micro_batches += 1
+
+    def take_back(self, count: Real | float | torch.Tensor) -> None:
+        """Of a micro-batch that gave no gradients after all."""
+        self._micro_batches -= 1
+        self.total = (self.total or 0.0) - float(count) if self._micro_batches > 0 else None
 
     def clear(self) -> None:
         self.total = None
+        self._micro_batches = 0
+        self._kept = []
+
+    # ---- what `.grad` holds from an iteration before is a mean already, and would be divided once more
+
+    def note_kept(self, params: Sequence[torch.nn.Parameter], first: int) -> None:
+        """When the iteration's first backward begins. first: whose gradient came already, so that it cannot be told."""
+        if self.total is not None:
+            self._kept = kept(params, first)
+
+    def fault(self, names: Sequence[str], engine: _core.Engine) -> RuntimeError | None:
+        """When the reduced backward ended: why the iteration's gradients cannot be weighted."""
+        added_to = [names[index] for index in self._kept if engine.used(index)]
+        if not added_to:
+            return None
+        return RuntimeError(
+            f"the gradient of parameter '{added_to[0]}' was added to one that an iteration before had left in .grad: "
+            "with weight(), call zero_grad() after each backward that is reduced, and no_sync() for those before it"
+        )
+
+
+def kept(params: Sequence[torch.nn.Parameter], first: int) -> list[int]:
+    """Indices of the parameters whose `.grad` holds something, but for `first`."""
+    return [i for i, p in enumerate(params) if i != first and p.grad is not None and _holds_something(p.grad)]
+
+
+def _holds_something(grad: torch.Tensor) -> bool:
+    return grad._nnz() > 0 if grad.layout == torch.sparse_coo else bool(grad.any())

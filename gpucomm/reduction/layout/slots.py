@@ -114,8 +114,9 @@ class Slots:
     def fitting_view(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
         """The view, if there is one and it takes this gradient (of a distributed one, the local part)."""
         view = self.views[index]
-        fits = view is not None and grad.shape == view.shape and self.wire.takes(grad.dtype, view.dtype)
-        return view if fits else None
+        if view is None or grad.layout != torch.strided or grad.shape != view.shape:
+            return None
+        return view if self.wire.takes(grad.dtype, view.dtype) else None
 
     def substitute(self, index: int, grad: torch.Tensor) -> None:
         """Has this installed in place of what lies in a slot that does not fit; a new plan is on its way."""
