@@ -33,5 +33,7 @@ class Loop:
 
     def note_local_end(self) -> None:
         """A backward that is not reduced came to its end."""
-        if self._owes_reduction:
-            self.reduce_next = None  # a forward of those before was to be reduced: its backward is still to come
+        # A forward of those before was to be reduced, and its backward is still to come; or each had its backward, and
+        # the next one is of a forward past the wrapper.
+        if self._owes_reduction or self.backwards >= self.forwards:
+            self.reduce_next = None
