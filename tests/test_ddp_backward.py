@@ -414,3 +414,19 @@ def test_hooks_that_the_program_adds_after_wrapping_see_the_local_gradient():
         assert torch.equal(ours[0], torch.ones(1, 2))
 
     run_ranks(body, 2)
+
+
+def test_a_forward_past_the_wrapper_after_a_local_backward_is_reduced():
+    def body(rank, world):
+        ours = Ours(mlp())
+
+        def loss(model, r, iteration):
+            return model(batch(r, iteration, 3, 24)).square().mean()
+
+        expected = mean_gradients(ours.module, lambda m, r: loss(m, r, 0) + loss(m, r, 1), world)
+        with ours.no_sync():
+            loss(ours, rank, 0).backward()
+        loss(ours.module, rank, 1).backward()
+        assert_mean(ours, expected)
+
+    run_ranks(body, 2)

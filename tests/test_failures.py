@@ -364,6 +364,21 @@ def test_a_local_backward_that_raised_fails_the_iteration_unless_it_begins_again
     run_ranks(body, 2)
 
 
+def test_a_rank_that_begins_an_iteration_again_alone_is_noticed_everywhere():
+    def body(rank, world):
+        ddp = DistributedDataParallel(mlp(), timeout=20)
+        raising = ddp.module[2].weight.register_hook(lambda grad: 1 / 0 if rank == 1 else None)
+        with ddp.no_sync(), pytest.raises(ZeroDivisionError) if rank == 1 else contextlib.nullcontext():
+            ddp(batch(rank, 0, 3, 24)).square().mean().backward()
+        raising.remove()
+        if rank == 1:
+            ddp.zero_grad()
+        with pytest.raises(StepFailed, match="backwards since the last reduction is 2 on rank 0, 1 on rank 1"):
+            ddp(batch(rank, 1, 3, 24)).square().mean().backward()
+
+    run_ranks(body, 2)
+
+
 def test_a_wrapper_made_anew_after_a_failure_trains_though_the_dead_one_is_kept():
     def body(rank, world):
         model = mlp()

@@ -26,7 +26,14 @@ class Loop:
         """The next backward is reduced, whatever the last forward asked for."""
         self.reduce_next = self._owes_reduction = self.announced = True
 
+    def begin_again(self) -> None:
+        """The program dropped the gradients of this iteration. Peers that did not come to another count."""
+        self.is_incomplete = False
+        self.backwards = 0
+
     def note_local_end(self) -> None:
         """A backward that is not reduced came to its end."""
-        if self._owes_reduction:
-            self.reduce_next = None  # a forward of those before was to be reduced: its backward is still to come
+        # A forward of those before was to be reduced, and its backward is still to come; or each had its backward, and
+        # the next one is of a forward past the wrapper.
+        if self._owes_reduction or self.backwards >= self.forwards:
+            self.reduce_next = None

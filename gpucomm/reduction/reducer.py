@@ -194,7 +194,7 @@ class Reducer:
         self._end = weakref.ref(end)
         queue_at_outermost_end(end)
         if self.loop.is_incomplete and self.agreement.weight.total is None and not kept(self.params, first):
-            self.loop.is_incomplete = False  # the program began again
+            self.loop.begin_again()
         if self.loop.backwards == 0:
             self.agreement.weight.note_kept(self.params, first)
         self.loop.backwards += 1
