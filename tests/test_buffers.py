@@ -116,7 +116,7 @@ def test_a_buffer_hook_is_not_called_in_no_sync_nor_in_a_lone_evaluation():
 def test_what_is_not_callable_is_no_buffer_hook():
     def body(rank, world):
         for wrapper in (Stock, Ours):
-            with pytest.raises(AssertionError, match="callable"):
+            with pytest.raises(AssertionError):  # torch's own check, in torch 2.6 without a text
                 wrapper(Counts(rank))._register_buffer_comm_hook(None, "sum")
 
     run_ranks(body, 1)

@@ -46,7 +46,7 @@ def test_install_replaces_every_name_of_torchs_class():
 
 def test_modules_imported_later_find_ours():
     def body():
-        assert "torch.distributed.pipelining" not in sys.modules
+        sys.modules.pop("torch.distributed.pipelining.stage", None)  # another test file imports it
         gpucomm.install()
         stage = importlib.import_module("torch.distributed.pipelining.stage")
         assert stage.DistributedDataParallel is gpucomm.DistributedDataParallel
