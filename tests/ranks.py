@@ -140,14 +140,7 @@ def run_ranks(
             ranks.append(_fork(rank, nprocs, fn, args, backend, init, timeout_s, listener, release_r, release_w))
         # Made after the forks: its thread must not exist when a rank is forked. Ranks queue at the listener until then.
         port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-            use_libuv=False,  # with libuv torch 2.6 takes no listener; this one is there in all
-        )
+        store = _store_at(port, listener.detach())
         release_w = _wait(ranks, time.monotonic() + timeout_s, release_w)
     finally:
         for fd in (release_r, release_w):
@@ -168,6 +161,15 @@ def run_ranks(
         head = f"{len(complaints)} of {nprocs} ranks failed" + (f"; hung: {hung}" if hung else "")
         raise RanksFailed("\n\n".join([head, *complaints]))
     return [outcome.value for outcome in outcomes]
+
+
+def _store_at(port: int, listen_fd: int) -> dist.TCPStore:
+    """The ranks' store, served at a listener that it takes over."""
+    options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listen_fd}
+    try:
+        return dist.TCPStore("127.0.0.1", port, **options)
+    except NotImplementedError:  # torch 2.6 takes a listener without libuv only
+        return dist.TCPStore("127.0.0.1", port, use_libuv=False, **options)
 
 
 def _wait(ranks: list[_Rank], deadline: float, release_w: int) -> int:
