@@ -24,7 +24,7 @@ _ROLL_CALL_S = 1.0
 # How what a rank says begins when it takes no further part.
 _GAVE_UP = "gave up"
 _LOST = re.compile(r"gave up for rank (\d+): (.*)", re.DOTALL)
-_CLOSED = "closed its transport"
+_CLOSED = "closed its transport (its program ended, or let go of the wrapper: do all ranks run as many iterations?)"
 # How many transports each group has seen: construction is collective, so all ranks count alike.
 _transports_over: dict[str, int] = {}
 

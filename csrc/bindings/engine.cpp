@@ -166,6 +166,7 @@ void bind_engine(py::module_& module) {
       .def("has_slot", [](const Engine& e, int32_t parameter) { return e.slot(parameter).bucket >= 0; })
       .def("set_check_finite", &Engine::set_check_finite, py::arg("check"))
       .def("request_second_round", &Engine::request_second_round, py::arg("parameter"))
+      .def("ask_about", &Engine::ask_about, py::arg("parameter"))
       .def("missing", &Engine::missing)
       .def("hand_over_to", &Engine::hand_over_to, py::arg("take"))
       .def("mark_reduced", &Engine::mark_reduced, py::arg("bucket"))

@@ -237,6 +237,20 @@ void install_views(const Engine& engine, const Verdict& verdict, const py::list&
   }
 }
 
+// Indices of the parameters whose `.grad` is something else than None and what is installed by us (None: nothing is).
+std::vector<int32_t> other_grads(const py::list& params, const py::list& grads) {
+  std::vector<int32_t> others;
+  if (params.size() != grads.size()) throw py::value_error("params and grads: one per parameter");
+  for (size_t i = 0; i < params.size(); ++i) {
+    const auto at = static_cast<Py_ssize_t>(i);
+    PyObject* grad = grad_attribute.get(PyList_GET_ITEM(params.ptr(), at));
+    if (!grad) throw py::error_already_set();
+    if (grad != Py_None && grad != PyList_GET_ITEM(grads.ptr(), at)) others.push_back(static_cast<int32_t>(i));
+    Py_DECREF(grad);
+  }
+  return others;
+}
+
 // Indices of the views that cannot take this iteration's gradient: somebody besides `views` and the parameter's `.grad`
 // holds the tensor, or it was moved to other memory (by module.to() and its kin). grad_references: how many references
 // a tensor gains by being a `.grad` (depends on the version of torch).
@@ -280,6 +294,7 @@ void bind_grad_hook(py::module_& module) {
              py::arg("on_moved"), py::arg("on_other"));
   module.def("install_views", &install_views, py::arg("engine"), py::arg("verdict"), py::arg("params"),
              py::arg("views"));
+  module.def("other_grads", &other_grads, py::arg("params"), py::arg("grads"));
   module.def("stale_views", &stale_views, py::arg("engine"), py::arg("params"), py::arg("views"),
              py::arg("grad_references"));
 }

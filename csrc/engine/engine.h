@@ -110,6 +110,9 @@ class Engine {
   // for a second round on this parameter.
   void request_second_round(int32_t parameter);
 
+  // The same without a gradient of this rank: the ranks have something to settle about the parameter.
+  void ask_about(int32_t parameter) { second_round_.set(static_cast<size_t>(parameter)); }
+
   // Parameters with a slot that is not packed yet, ascending.
   std::vector<int32_t> missing() const;
 

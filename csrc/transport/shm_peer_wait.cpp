@@ -54,7 +54,10 @@ void PeerWait::examine(bool slice_over) {
     // What a peer did before it closed or ended counts: look at the counter once more afterwards.
     // Acquire: partner is the release in Collectives::close().
     if (peer.block->closed.load(std::memory_order_acquire) != 0 && misses(rank)) {
-      failures_.peer_failed(rank, "it closed its transport before its part of " + describe_());
+      failures_.peer_failed(rank,
+                            "it closed its transport (its program ended, or let go of the wrapper: do all ranks run "
+                            "as many iterations?) before its part of " +
+                                describe_());
     }
     if (slice_over && peer.process.ended() && misses(rank)) {
       failures_.peer_failed(

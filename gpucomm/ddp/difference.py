@@ -16,9 +16,8 @@ import torch
 
 from gpucomm import _core
 from gpucomm.communicator import Communicator
-from gpucomm.ddp.replicas import as_bytes
 from gpucomm.errors import CommError, ReplicasDiffer
-from gpucomm.reduction.layout.local import local_of
+from gpucomm.reduction.layout.local import as_bytes, local_of
 
 # A tensor is looked at in so many parts a turn, until a part has at most so many elements.
 _PARTS = 256

@@ -9,7 +9,7 @@ from gpucomm.communicator import Communicator
 from gpucomm.ddp.mesh import placement_of
 from gpucomm.errors import ModelsDiffer
 from gpucomm.reduction.layout.buckets import MIB
-from gpucomm.reduction.layout.local import local_of
+from gpucomm.reduction.layout.local import as_bytes, local_of
 from gpucomm.world import Exchange
 
 # Tensors are brought together in pieces of this size, so that a broadcast needs little memory beside the model.
@@ -83,11 +83,6 @@ def _broadcast_chunk(tensors: list[torch.Tensor], comm: Communicator, root: int)
         piece = flat[offset : offset + nbytes].clone().view(tensor.dtype).view(tensor.shape)
         tensor.data.copy_(piece)  # data, unlike detach(), has a version counter of its own
         offset += nbytes
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements in the order of their indices, flat; a view of a contiguous tensor."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:

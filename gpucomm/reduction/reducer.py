@@ -208,6 +208,8 @@ class Reducer:
         if with_graph:
             self.agreement.check_graph()
         self._means.arm(with_graph and not hooked)
+        self._means.note_programs()
+        self._second_round.ask_about_replaced()
         self._completion.complete_absent(may_be_wrong=not hooked)
 
     def _ready_slots(self) -> None:
@@ -240,6 +242,7 @@ class Reducer:
 
     def _on_replaced_parameter(self, index: int, param: torch.nn.Parameter) -> None:
         self._hooks.attach(index, param)
+        self._second_round.note_replaced(index)
 
     @torch.no_grad()  # under create_graph=True gradients have a graph of their own, which must not reach the buckets
     def _on_other_gradient(self, index: int, param: torch.nn.Parameter) -> None:
@@ -251,8 +254,14 @@ class Reducer:
                 "forward, or wrap one module that holds both"
             )
         engine = self.engine
-        if engine.mode != _core.Mode.REDUCE or (grad := local_grad(param)) is None:
-            return  # not ours to reduce, or undefined: the parameter was not used
+        if engine.mode != _core.Mode.REDUCE:
+            return
+        if (grad := local_grad(param)) is None:
+            # Autograd calls no hooks for an undefined gradient.
+            raise RuntimeError(
+                f"parameter '{self.names[index]}': a hook of the program took its gradient away before it was reduced. "
+                "To step parameters inside backward, use torch's _apply_optimizer_in_backward or _register_fused_optim"
+            )
         is_last, view = self._hooks.comes_last(index), self.slots.fitting_view(index, grad)
         if not is_last and not engine.packed(index):
             engine.mark_used(index)  # what the hooks that follow make of it is taken at the end of backward
@@ -420,7 +429,10 @@ class Reducer:
             return
         if unfinished or self._failure:
             self._raise_failure()
-            raise RuntimeError("optimizer.step() before the gradients are reduced: inside backward, or after it raised")
+            raise RuntimeError(
+                "optimizer.step() before the gradients are reduced: inside backward, or after it raised. To step in "
+                "backward, use torch's _apply_optimizer_in_backward or _register_fused_optim"
+            )
         if self.finite.skipping:
             for param in mine:
                 param.grad = None

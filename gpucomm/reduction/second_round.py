@@ -12,17 +12,22 @@ import torch
 from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.errors import StepFailed
-from gpucomm.reduction.layout.local import local_grad, local_of
+from gpucomm.reduction.layout.local import as_bytes, local_grad, local_of
 from gpucomm.reduction.layout.slots import Slots
 from gpucomm.reduction.unpack import Means
 
 
 class _Kind(NamedTuple):
-    """What a rank's contribution is like (of a distributed one, its part). sparse_dim: 0 where it is dense, or none."""
+    """What a rank's contribution is like (of a distributed one, its part). sparse_dim: 0 where it is dense, or none.
+
+    given: the rank has one. replaced: the rank's program put another object in the parameter's place.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     sparse_dim: int
+    given: bool
+    replaced: bool
 
 
 class SecondRound:
@@ -45,6 +50,16 @@ class SecondRound:
         self._comm = comm
         self._transport = transport
         self._grads: dict[int, torch.Tensor] = {}
+        self._replaced: set[int] = set()
+
+    def note_replaced(self, parameter: int) -> None:
+        """The program put another object in its place: once all ranks have, its values are compared."""
+        self._replaced.add(parameter)
+
+    def ask_about_replaced(self) -> None:
+        """When an iteration is armed."""
+        for parameter in self._replaced:
+            self._engine.ask_about(parameter)
 
     def add(self, parameter: int, grad: torch.Tensor) -> None:
         """Has a contribution of this rank reduced, by all ranks. grad: taken over, the caller lets go of it."""
@@ -69,6 +84,8 @@ class SecondRound:
         Raises StepFailed on every rank if a parameter's shape or dtype differs between ranks.
         """
         kinds = self._agree_on_kinds(parameters)
+        self._compare_replaced([i for i, kind in kinds.items() if kind.replaced])
+        kinds = {i: kind for i, kind in kinds.items() if kind.given}
         for dtype in sorted({kind.dtype for kind in kinds.values() if not kind.sparse_dim}, key=str):
             members = [i for i, kind in kinds.items() if kind.dtype == dtype and not kind.sparse_dim]
             parts = [self._grads.get(i, torch.zeros(kinds[i].shape, dtype=dtype)) for i in members]
@@ -85,7 +102,7 @@ class SecondRound:
         for i in parameters:
             grad, param = self._grads.get(i), local_of(self._params[i])
             sparse_dim = grad.sparse_dim() if grad is not None and grad.layout == torch.sparse_coo else 0
-            mine.append(_Kind(tuple(param.shape), param.dtype, sparse_dim))
+            mine.append(_Kind(tuple(param.shape), param.dtype, sparse_dim, grad is not None, i in self._replaced))
         everybody = [pickle.loads(text) for text in self._comm.all_gather_bytes(pickle.dumps(mine))]
         for rank, theirs in enumerate(everybody):
             for i, a, b in zip(parameters, everybody[0], theirs, strict=True):
@@ -96,9 +113,27 @@ class SecondRound:
                         f"{b.dtype} {list(b.shape)} on rank {name(rank)}"
                     )
         return {
-            i: kinds[0]._replace(sparse_dim=max(kind.sparse_dim for kind in kinds))
+            i: kinds[0]._replace(
+                sparse_dim=max(kind.sparse_dim for kind in kinds),
+                given=any(kind.given for kind in kinds),
+                replaced=any(kind.replaced for kind in kinds),
+            )
             for i, kinds in zip(parameters, zip(*everybody, strict=True), strict=True)
         }
+
+    def _compare_replaced(self, parameters: list[int]) -> None:
+        """Raises StepFailed on every rank if one's values differ: each rank may have drawn its own."""
+        if not parameters:
+            return
+        mine = [_core.checksum(as_bytes(local_of(self._params[i]))) for i in parameters]
+        everybody = [pickle.loads(text) for text in self._comm.all_gather_bytes(pickle.dumps(mine))]
+        for i, checksums in zip(parameters, zip(*everybody, strict=True), strict=True):
+            if len(set(checksums)) > 1:
+                raise StepFailed(
+                    f"parameter '{self._names[i]}' was replaced after wrapping, and its values differ between ranks: "
+                    "give all ranks the same ones (broadcast rank 0's), or wrap the module again"
+                )
+        self._replaced.difference_update(parameters)
 
 
 def _sparse_mean(mine: torch.Tensor | None, kind: _Kind, comm: Communicator) -> torch.Tensor:

@@ -8,7 +8,7 @@ from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.reduction.graph import with_graph
 from gpucomm.reduction.layout.local import placed_like
-from gpucomm.reduction.layout.slots import Slots
+from gpucomm.reduction.layout.slots import Slots, shared_grads
 
 
 class Means:
@@ -21,6 +21,7 @@ class Means:
         self._slotless: dict[int, torch.Tensor] = {}
         self.sparse: dict[int, torch.Tensor] = {}
         self._kept: dict[int, torch.Tensor] = {}  # what slots held of parameters that nobody may have used this time
+        self._programs: dict[int, torch.Tensor] = {}  # what is `.grad` because the program wants it to be
         self._own: dict[int, torch.Tensor] | None = None  # this rank's gradients with their graph, if they have one
         self._saw_graph = False
 
@@ -29,6 +30,7 @@ class Means:
         self._slotless.clear()
         self.sparse.clear()
         self._kept.clear()
+        self._programs.clear()
         self._own = None
 
     # ---- while gradients come
@@ -38,6 +40,15 @@ class Means:
         self._own = {} if with_graph else None
         self._saw_graph = self._saw_graph or with_graph
         self._engine.set_by_hand(with_graph)
+
+    def note_programs(self) -> None:
+        """What is `.grad` already, and somebody else holds too (a flat buffer, a list), stays it: autograd adds to it
+        in place, so the program expects the mean there."""
+        others = _core.other_grads(self._params, self._slots.grads)
+        for index in shared_grads(self._params, others) if others else ():
+            grad = self._params[index].grad
+            if grad is not None and self._slots.views[index] is not None:
+                self._programs[index] = grad
 
     def hold_back(self) -> None:
         """Once means have had a graph, backwards may contain a collective: see graph.py."""
@@ -98,6 +109,11 @@ class Means:
         for index, kept in self._kept.items():
             if not verdict.is_used(index):
                 self._slots.view(index).copy_(kept)
+        for index, theirs in self._programs.items():
+            ours = self._params[index].grad
+            if ours is not None and verdict.is_used(index) and ours.shape == theirs.shape:
+                theirs.copy_(ours)
+                self._params[index].grad = theirs
         if self._own is not None:
             self._give_graph(self._own, verdict, factor, comm)
 

@@ -122,8 +122,9 @@ class Agreement:
         if per_rank is not None and not self._warned:
             self._warned = True
             self.warning = (
-                f"training forwards since the last reduction differ between ranks: {per_rank}. Gradients are right; "
-                "check that every rank runs the same loop."
+                f"training forwards since the last reduction differ between ranks: {per_rank}. Gradients are the mean "
+                "of what each rank's backward gave, but a rank that left out a backward is behind the others from then "
+                "on: check that every rank runs the same loop."
             )
         return mean_factor(verdict, self.mean_of_active, self._name_of)
 

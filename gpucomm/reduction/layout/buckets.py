@@ -205,7 +205,7 @@ def _use_count_function() -> Callable[[int], int]:
     return function
 
 
-_use_count = _use_count_function()
+use_count = _use_count_function()
 
 
 class BucketMemory:
@@ -251,11 +251,11 @@ class BucketMemory:
 
     def count_uses(self) -> None:
         """All tensors that lie in this memory now are ours."""
-        self._uses = [_use_count(storage._cdata) for storage in self._storages]
+        self._uses = [use_count(storage._cdata) for storage in self._storages]
 
     def aliased(self) -> bool:
         """True if a tensor besides ours lies in this memory: somebody keeps (part of) a gradient."""
-        return any(_use_count(storage._cdata) > uses for storage, uses in zip(self._storages, self._uses, strict=True))
+        return any(use_count(storage._cdata) > uses for storage, uses in zip(self._storages, self._uses, strict=True))
 
 
 def allocate_buckets(plan: BucketPlan, transport: _core.Transport) -> list[_core.Memory]:

@@ -52,6 +52,11 @@ def placed_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         )
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements in the order of their indices, flat; a view of a contiguous tensor."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
 class DistributedGrad:
     """A gradient around the view of a slot: made once for the slot, installed iteration after iteration."""
 
