@@ -68,6 +68,26 @@ def test_weights_take_tensors_and_numbers_and_refuse_what_is_no_count():
     run_ranks(body, 1)
 
 
+def test_the_weight_of_a_micro_batch_whose_gradients_are_dropped_does_not_count():
+    def body(rank, world):
+        ours = Ours(mlp())
+        reference = copy.deepcopy(ours.module)
+        for _ in range(2):
+            with ours.no_sync(), ours.weight(5):
+                summed_loss(ours, samples(rank, 0)).backward()
+            ours.zero_grad()
+            micro = [samples(r, 1) for r in range(world)]
+            with ours.weight(len(micro[rank])):
+                summed_loss(ours, micro[rank]).backward()
+            reference.zero_grad()
+            (summed_loss(reference, torch.cat(micro)) / sum(map(len, micro))).backward()
+            for a, b in zip(ours.module.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
+            ours.zero_grad()
+
+    run_ranks(body, 2)
+
+
 def test_an_iteration_in_which_only_some_ranks_give_weights_fails_on_all():
     def body(rank, world):
         ours = Ours(mlp())

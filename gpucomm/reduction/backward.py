@@ -6,6 +6,7 @@ is an inner one, so the callback is queued from a node of the outer graph that r
 
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
@@ -16,6 +17,9 @@ from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
 from gpucomm.errors import text_of
+
+# For the text of an exception among all objects of the process.
+_LONGEST_SEARCH_S = 2.0
 
 
 class BackwardEnd:
@@ -64,8 +68,10 @@ def _text_of_error_below(caller: FrameType | None) -> str:
 
     Nothing in Python leads to it then, so it is looked for among all objects: the one exception that no object refers
     to, with a traceback that leads to the caller (until Python 3.11 autograd holds that beside it). One that was
-    caught and kept is referred to; where autograd itself raises there is none.
+    caught and kept is referred to; where autograd itself raises there is none. Peers wait meanwhile, so the search is
+    given up after a while.
     """
+    give_up = time.monotonic() + _LONGEST_SEARCH_S
     found: list[BaseException] = []
     traces: list[TracebackType] = []
     for candidate in gc.get_objects():
@@ -79,7 +85,9 @@ def _text_of_error_below(caller: FrameType | None) -> str:
     known = (found, traces, sys._getframe())
 
     def is_orphan(thing: object) -> bool:
-        return all(any(referrer is k for k in known) for referrer in gc.get_referrers(thing))
+        return time.monotonic() < give_up and all(
+            any(referrer is k for k in known) for referrer in gc.get_referrers(thing)
+        )
 
     errors = [error for error in found if is_orphan(error)]
     orphans = [trace for trace in traces if is_orphan(trace)]

@@ -197,6 +197,9 @@ class Reducer:
             self.loop.begin_again()
         if self.loop.backwards == 0:
             self.agreement.weight.note_kept(self.params, first)
+        elif self.agreement.weight.total is not None and self._were_dropped(first):
+            self.agreement.weight.begin_again()
+            self.loop.begin_again()
         self.loop.backwards += 1
         if not reduce:
             self.finite.note_local(self.params)
@@ -211,6 +214,11 @@ class Reducer:
         self._means.note_programs()
         self._second_round.ask_about_replaced()
         self._completion.complete_absent(may_be_wrong=not hooked)
+
+    def _were_dropped(self, first: int) -> bool:
+        """Whether nothing is left of what this iteration's backwards gave. first: whose gradient came already."""
+        used = [i for i in range(len(self.params)) if i != first and self.engine.used(i)]
+        return bool(used) and not set(used) & set(kept(self.params, first))
 
     def _ready_slots(self) -> None:
         if self.slots.apply_next():

@@ -45,7 +45,7 @@ class FiniteCheck:
             where, what = f"on rank {ranks[0]}", "is not finite"
         elif (overflown := self._first_overflown(means, first_of)) >= 0:
             parameter, ranks = overflown, []
-            where, what = "of the ranks together", "is not finite although each rank's own is"
+            where, what = "of the ranks together", "is not finite although what each rank packed is"
         else:
             return
         iteration = self._engine.iteration

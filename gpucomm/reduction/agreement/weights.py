@@ -15,6 +15,7 @@ class Weight:
     def __init__(self) -> None:
         self.total: float | None = None
         self._micro_batches = 0
+        self._last = 0.0
         self._kept: list[int] = []
 
     def add(self, count: Real | float | torch.Tensor) -> None:
@@ -25,13 +26,18 @@ class Weight:
             raise TypeError(f"weight is {count!r}, accepted is a number of samples or tokens")
         if not 0 <= float(count) < math.inf:
             raise ValueError(f"weight is {count!r}, accepted is a number of samples or tokens, 0 or more")
-        self.total = (self.total or 0.0) + float(count)
+        self._last = float(count)
+        self.total = (self.total or 0.0) + self._last
         self._micro_batches += 1
 
     def take_back(self, count: Real | float | torch.Tensor) -> None:
         """Of a micro-batch that gave no gradients after all."""
         self._micro_batches -= 1
         self.total = (self.total or 0.0) - float(count) if self._micro_batches > 0 else None
+
+    def begin_again(self) -> None:
+        """The program dropped the gradients of all micro-batches but the one that is under way."""
+        self.total, self._micro_batches = self._last, 1
 
     def clear(self) -> None:
         self.total = None
