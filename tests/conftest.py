@@ -1,8 +1,13 @@
 """Ranks are forked from this process (ranks.py), so it stays single-threaded: a forked OpenMP pool hangs."""
 
 import os
+import signal
 
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# Ignored where the suite runs in the background of a shell, and then in every program that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
