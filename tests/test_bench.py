@@ -162,7 +162,7 @@ def test_network_bench_checks_gradients_and_reports_the_bound_of_ours(tmp_path, 
     for model in ("gpt10m", "mlp16.8m"):
         assert arms_of(found, model=model) == {"none", "stock", "stock_views", "ours"}
     for record in found:
-        assert record["bandwidth_mb_s"]["median"] > 0
+        assert math.isfinite(record["bandwidth_mb_s"]["median"])  # of a time less a latency: noise can turn its sign
         assert (record["exposed_over_bound"] is not None) == (record["arm"] == "ours")
         if record["arm"] == "ours":
             assert 0 <= record["overlap"]["median"] <= 1
