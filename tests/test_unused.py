@@ -147,3 +147,39 @@ def test_gradients_kept_from_before_stay_where_nobody_uses_the_parameter():
                     assert torch.equal(param.grad, before[name])
 
     run_ranks(body, 2)
+
+
+class Undefined(torch.autograd.Function):
+    """Its backward gives no gradient for the second input."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def test_a_parameter_whose_gradient_is_undefined_is_an_unused_one():
+    def body(rank, world):
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(0)
+                self.used, self.undefined = nn.Linear(8, 8), nn.Linear(8, 8)
+
+            def forward(self, x):
+                return Undefined.apply(self.used(x), self.undefined.weight)
+
+        ours = Ours(Net(), find_unused_parameters=True)
+        for iteration in range(3):
+            expected = mean_gradients(
+                ours.module, lambda m, r, i=iteration: m(batch(r, i, 3, 8)).square().mean(), world
+            )
+            ours.zero_grad()
+            ours(batch(rank, iteration, 3, 8)).square().mean().backward()
+            assert_mean(ours, expected)
+            assert ours.module.undefined.weight.grad is None
+
+    run_ranks(body, 2)

@@ -73,6 +73,10 @@ class Hooks:
         hooks[handle.id] = hooks.pop(handle.id)  # autograd goes by the dict's own order, not the OrderedDict's
         return False
 
+    def are_others(self, index: int) -> bool:
+        """Whether the program has hooks of this kind on the parameter too."""
+        return len(self._table.params[index]._post_accumulate_grad_hooks or ()) > 1
+
     def call(self, index: int) -> None:
         """What autograd would have done, had the hook been attached when the gradient was accumulated."""
         self._hooks[index](self._table.params[index])

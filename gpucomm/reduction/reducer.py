@@ -265,7 +265,8 @@ class Reducer:
         if engine.mode != _core.Mode.REDUCE:
             return
         if (grad := local_grad(param)) is None:
-            # Autograd calls no hooks for an undefined gradient.
+            if not self._hooks.are_others(index):
+                return  # undefined: the parameter was not used
             raise RuntimeError(
                 f"parameter '{self.names[index]}': a hook of the program took its gradient away before it was reduced. "
                 "To step parameters inside backward, use torch's _apply_optimizer_in_backward or _register_fused_optim"
