@@ -35,6 +35,22 @@ _TALKERS = ("torch.distributed.elastic", "torch.multiprocessing")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
+def one_host(count: int, folder: str, start_method: str = "spawn") -> LaunchConfig:
+    """For torch's elastic launcher: `count` ranks on this machine, once. folder: for logs, which it leaves behind."""
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        start_method=start_method,
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
+    )
+
+
 def launch(fn: Callable[..., T], *args: Any, nprocs: int | None = None) -> T:
     """Calls fn(*args) on several ranks of this machine at once, and returns what it returned on rank 0.
 
@@ -66,20 +82,8 @@ def launch(fn: Callable[..., T], *args: Any, nprocs: int | None = None) -> T:
     _check(fn, args, method)
     with tempfile.TemporaryDirectory(prefix="gpucomm-") as folder, _surroundings():
         task = Task(fn, args, count, Path(folder), with_devices, forked=method == "fork")
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=count,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            start_method=method,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
         try:
-            return value_of(elastic_launch(config, be_rank)(task)[0])
+            return value_of(elastic_launch(one_host(count, folder, method), be_rank)(task)[0])
         except ChildFailedError as failed:
             outcome: BaseException | signal.Signals = first_error(task.folder) or _gone(failed)
         except SignalException as end:

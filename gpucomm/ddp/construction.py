@@ -11,6 +11,7 @@ from gpucomm.ddp.arguments import Arguments, check_delayed, check_devices, check
 from gpucomm.ddp.audit import Audit
 from gpucomm.ddp.mixed_precision import MixedPrecision
 from gpucomm.ddp.replicas import broadcast_tensors, check_same_model
+from gpucomm.reduction import step_guard  # noqa: F401  it watches optimizers from when it is imported
 from gpucomm.reduction.layout.buckets import MIB
 from gpucomm.reduction.layout.parameters import ParameterTable
 from gpucomm.reduction.reducer import Reducer

@@ -26,12 +26,12 @@ from gpucomm.communicator import Communicator
 from gpucomm.errors import CommError, StepFailed, text_of
 from gpucomm.reduction.agreement.finite import FiniteCheck
 from gpucomm.reduction.agreement.headers import Agreement
-from gpucomm.reduction.agreement.weights import kept
 from gpucomm.reduction.backward import BackwardEnd, OneBackward, TwoBackwards, queue_at_outermost_end
 from gpucomm.reduction.comm_hooks import CommHooks, Hook, HookNotes
 from gpucomm.reduction.completion import Completion
 from gpucomm.reduction.hooks import Hooks
 from gpucomm.reduction.layout.buckets import BucketMemory, BucketPlan
+from gpucomm.reduction.layout.grads import kept_grads
 from gpucomm.reduction.layout.local import local_grad
 from gpucomm.reduction.layout.parameters import ParameterTable
 from gpucomm.reduction.layout.slots import Slots
@@ -84,7 +84,6 @@ class Reducer:
             self.params, self.engine, transport, caps, plan, wire or Wire(), table.sparse, delayed, skip_unused
         )
         self.sync_requested: Callable[[], bool] = lambda: True
-        self.comm_hooks: CommHooks | None = None
 
         self.finite = FiniteCheck(nonfinite, self.names, self.engine)
         rank = transport.global_rank(transport.rank)
@@ -118,6 +117,11 @@ class Reducer:
         """The plan in force."""
         return self.slots.plan
 
+    @property
+    def comm_hooks(self) -> CommHooks | None:
+        """What reduces buckets in the transport's place, if the program registered a hook."""
+        return self.agreement.comm_hooks
+
     # ---- forward
 
     def before_forward(self) -> None:
@@ -134,17 +138,17 @@ class Reducer:
 
         Raises what the iteration before left to say, and RuntimeError inside a backward.
         """
-        self._notice_abandoned_backward()
-        self._raise_failure()
+        self.notice_abandoned_backward()
+        self.raise_failure()
         if self.engine.mode != _core.Mode.IDLE:
             raise RuntimeError("a collective of DistributedDataParallel inside backward: call it before or after")
         self.table.refresh()
 
     def check_finished(self) -> None:
         """Raises RuntimeError if the iteration before was not reduced as it should have been."""
-        self._notice_abandoned_backward()
+        self.notice_abandoned_backward()
         try:
-            self._raise_failure()
+            self.raise_failure()
             if self._usage.error is not None:
                 raise RuntimeError(self._usage.error)
         except RuntimeError as error:
@@ -157,7 +161,7 @@ class Reducer:
             claim(self)
         self.loop.expect_reduction()
 
-    def _notice_abandoned_backward(self) -> None:
+    def notice_abandoned_backward(self) -> None:
         """A backward of this thread raised where nothing told of it: the graph is still kept, and its end with it."""
         if self.engine.mode == _core.Mode.IDLE or not self._one_backward.was_started_here():
             return
@@ -179,7 +183,7 @@ class Reducer:
             self._arm(index)
 
     def _arm(self, first: int) -> None:
-        self._raise_failure()
+        self.raise_failure()
         self.table.refresh()
         reduce = self.sync_requested() if self.loop.reduce_next is None else self.loop.reduce_next
         if reduce and os.getpid() != self._pid:
@@ -193,7 +197,7 @@ class Reducer:
         end = BackwardEnd(self._on_backward_end, self._on_backward_aborted)
         self._end = weakref.ref(end)
         queue_at_outermost_end(end)
-        if self.loop.is_incomplete and self.agreement.weight.total is None and not kept(self.params, first):
+        if self.loop.is_incomplete and self.agreement.weight.total is None and not kept_grads(self.params, first):
             self.loop.begin_again()
         if self.loop.backwards == 0:
             self.agreement.weight.note_kept(self.params, first)
@@ -218,7 +222,7 @@ class Reducer:
     def _were_dropped(self, first: int) -> bool:
         """Whether nothing is left of what this iteration's backwards gave. first: whose gradient came already."""
         used = [i for i in range(len(self.params)) if i != first and self.engine.used(i)]
-        return bool(used) and not set(used) & set(kept(self.params, first))
+        return bool(used) and not set(used) & set(kept_grads(self.params, first))
 
     def _ready_slots(self) -> None:
         if self.slots.apply_next():
@@ -379,7 +383,7 @@ class Reducer:
             self.loop.is_incomplete = True
             return
         try:
-            self._raise_failure()
+            self.raise_failure()
             self._completion.complete_with_zeros()
             self._drop_gradients()
             self.agreement.reduce(failed=True)
@@ -419,38 +423,21 @@ class Reducer:
             with contextlib.suppress(Exception):  # of a transport in Python: the failure that led here counts
                 self.transport.abort(text_of(error))
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
+        """Raises CommError if communication broke down in an earlier iteration."""
         if self._failure is not None:
             raise CommError(
                 f"communication broke down earlier, this wrapper is dead: {text_of(self._failure)}"
             ) from self._failure
 
-    def check_before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before any optimizer steps: it must not apply gradients of an iteration that is not complete."""
-        unfinished = self.engine.mode == _core.Mode.REDUCE and self.comm_hooks is None  # hooks may step optimizers
-        if not (unfinished or self._failure or self.loop.announced or self.finite.skipping):
-            return
-        self._notice_abandoned_backward()
-        # What another wrapper has taken over since (made anew after a failure) is that one's.
-        indices = {id(p): i for i, p in enumerate(self.params) if self.active or i in self.orphans}
-        mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in indices]
-        if not mine:
-            return
-        if unfinished or self._failure:
-            self._raise_failure()
-            raise RuntimeError(
-                "optimizer.step() before the gradients are reduced: inside backward, or after it raised. To step in "
-                "backward, use torch's _apply_optimizer_in_backward or _register_fused_optim"
-            )
-        if self.finite.skipping:
-            for param in mine:
-                param.grad = None
-        elif left := [p for p in mine if p.grad is not None]:
-            raise RuntimeError(_ANNOUNCED_TEXT.format(name=self.names[indices[id(left[0])]]))
+    @property
+    def failure(self) -> BaseException | None:
+        """What broke communication for good."""
+        return self._failure
 
     def keep_company(self) -> None:
         """One iteration of a rank that has joined: reduces zeros with its peers, and leaves `.grad` alone."""
-        self._raise_failure()
+        self.raise_failure()
         self._ready_slots()
         self.engine.arm()
         self._completion.complete_with_zeros()
@@ -466,10 +453,12 @@ class Reducer:
         if self.comm_hooks is None:
             notes = HookNotes(group)
             hooks = CommHooks(self.slots, self.params, self.engine, notes, self._timeout_s)
-            self.comm_hooks = self.agreement.comm_hooks = hooks
-            self.engine.hand_over_to(self.comm_hooks.take)
+            self.agreement.comm_hooks = hooks
+            self.engine.hand_over_to(hooks.take)
             self.slots.plan_without_gaps(caps)
-        self.comm_hooks.add(state, hook)
+        else:
+            hooks = self.comm_hooks
+        hooks.add(state, hook)
 
     def set_static_graph(self) -> None:
         """Which parameters are used is the same in all iterations from now on."""
@@ -503,12 +492,6 @@ class Reducer:
         if (hooks := getattr(self, "_hooks", None)) is not None:  # construction may have failed before
             hooks.detach()
 
-
-_ANNOUNCED_TEXT = (
-    "optimizer.step() after reducer.prepare_for_backward(), but no backward was reduced since: parameter '{name}' has "
-    "a gradient of this rank alone. A backward that is split, as by the zero-bubble schedules of torch's pipelining or "
-    "by torch.autograd.grad(), calls no gradient hooks"
-)
 
 # Memory that outlives its wrapper, because something may still be written to it.
 _abandoned: list[BucketMemory] = []

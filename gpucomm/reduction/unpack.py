@@ -7,8 +7,9 @@ import torch
 from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.reduction.graph import with_graph
+from gpucomm.reduction.layout.grads import shared_grads
 from gpucomm.reduction.layout.local import placed_like
-from gpucomm.reduction.layout.slots import Slots, shared_grads
+from gpucomm.reduction.layout.slots import Slots
 
 
 class Means:

@@ -14,14 +14,13 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from gpucomm.examples.train_lm.errors import JobError
+from gpucomm.launch import one_host
 
 GRACE_S = 1.5
 INTERRUPTED = 128 + signal.SIGINT
@@ -47,18 +46,7 @@ def start_ranks(count: int, arguments: Sequence[str]) -> None:
     """
     logging.disable(logging.CRITICAL)  # the launcher's news reaches the user through us, in one line
     with tempfile.TemporaryDirectory() as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=count,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),  # the default one stays behind in /tmp
-        )
-        _run(config, arguments)
+        _run(one_host(count, folder), arguments)
 
 
 def _run(config: LaunchConfig, arguments: Sequence[str]) -> None:

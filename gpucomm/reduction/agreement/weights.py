@@ -7,6 +7,7 @@ from numbers import Real
 import torch
 
 from gpucomm import _core
+from gpucomm.reduction.layout.grads import kept_grads
 
 
 class Weight:
@@ -49,7 +50,7 @@ class Weight:
     def note_kept(self, params: Sequence[torch.nn.Parameter], first: int) -> None:
         """When the iteration's first backward begins. first: whose gradient came already, so that it cannot be told."""
         if self.total is not None:
-            self._kept = kept(params, first)
+            self._kept = kept_grads(params, first)
 
     def fault(self, names: Sequence[str], engine: _core.Engine) -> RuntimeError | None:
         """When the reduced backward ended: why the iteration's gradients cannot be weighted."""
@@ -60,12 +61,3 @@ class Weight:
             f"the gradient of parameter '{added_to[0]}' was added to one that an iteration before had left in .grad: "
             "with weight(), call zero_grad() after each backward that is reduced, and no_sync() for those before it"
         )
-
-
-def kept(params: Sequence[torch.nn.Parameter], first: int) -> list[int]:
-    """Indices of the parameters whose `.grad` holds something, but for `first`."""
-    return [i for i, p in enumerate(params) if i != first and p.grad is not None and _holds_something(p.grad)]
-
-
-def _holds_something(grad: torch.Tensor) -> bool:
-    return grad._nnz() > 0 if grad.layout == torch.sparse_coo else bool(grad.any())

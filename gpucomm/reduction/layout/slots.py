@@ -4,7 +4,6 @@ A new plan is made at the end of an iteration and comes into force when the next
 """
 
 import sys
-from collections import Counter
 from collections.abc import Collection, Container, Sequence
 
 import torch
@@ -17,8 +16,8 @@ from gpucomm.reduction.layout.buckets import (
     BucketPlan,
     ParameterSpec,
     allocate_buckets,
-    use_count,
 )
+from gpucomm.reduction.layout.grads import GRAD_REFERENCES
 from gpucomm.reduction.layout.local import DistributedGrad, is_distributed
 from gpucomm.reduction.layout.wire import Wire
 
@@ -133,12 +132,10 @@ class Slots:
 
     def free(self) -> None:
         """Gives buckets new memory in which somebody still keeps a gradient, so that it is never overwritten."""
-        stale = {
-            self._bucket_of[i] for i in _core.stale_views(self._engine, self._params, self.views, _GRAD_REFERENCES)
-        }
+        stale = {self._bucket_of[i] for i in _core.stale_views(self._engine, self._params, self.views, GRAD_REFERENCES)}
         stale.update(i for i, memory in enumerate(self.memories) if memory.aliased())
         for parameter, grad in self._distributed.items():
-            if grad.is_kept(self._params[parameter], _GRAD_REFERENCES):
+            if grad.is_kept(self._params[parameter], GRAD_REFERENCES):
                 stale.add(self._bucket_of[parameter])
         for index in stale:
             bucket, old = self.plan.buckets[index], self.memories[index]
@@ -209,55 +206,3 @@ class Slots:
 
     def _specs_now(self) -> list[ParameterSpec]:
         return [ParameterSpec.of(p, self.wire) for p in self._params]
-
-
-def _count_grad_references() -> int:
-    """References a tensor gains by being some parameter's `.grad`: differs between versions of torch."""
-    param, grad = torch.nn.Parameter(torch.empty(1)), torch.empty(1)
-    before = sys.getrefcount(grad)
-    param.grad = grad
-    return sys.getrefcount(grad) - before
-
-
-_GRAD_REFERENCES = _count_grad_references()
-
-
-# The next ones look at `.grad` without holding it: they count who does.
-
-
-def _references_of_grad(param: torch.nn.Parameter) -> int:
-    return sys.getrefcount(param.grad)
-
-
-def _memory_of_grad(param: torch.nn.Parameter) -> int:
-    """The address of its storage; 0 for what has none of its own."""
-    grad = param.grad
-    has_one = grad is not None and grad.layout == torch.strided and not is_distributed(grad)
-    return grad.untyped_storage()._cdata if grad is not None and has_one else 0
-
-
-def shared_grads(params: Sequence[torch.nn.Parameter], indices: Sequence[int]) -> list[int]:
-    """Those of the parameters whose `.grad` somebody else holds too, or a tensor in the same memory.
-
-    That several of them lie in one memory does not count.
-    """
-    memory = {index: _memory_of_grad(params[index]) for index in indices}
-    inmates = Counter(memory.values())
-    return [
-        index
-        for index, address in memory.items()
-        if address
-        and (
-            _references_of_grad(params[index]) > _LONE_REFERENCES
-            or use_count(address) > _LONE_USES - 1 + inmates[address]
-        )
-    ]
-
-
-def _count_of_lone_grad() -> tuple[int, int]:
-    param = torch.nn.Parameter(torch.empty(1))
-    param.grad = torch.empty(1)
-    return _references_of_grad(param), use_count(_memory_of_grad(param))
-
-
-_LONE_REFERENCES, _LONE_USES = _count_of_lone_grad()
