@@ -11,6 +11,7 @@ from torch import nn
 from toys import batch, mlp
 
 from gpucomm import DistributedDataParallel as Ours
+from gpucomm import StepFailed
 from gpucomm.reduction.second_round import SecondRound
 
 Stock = nn.parallel.DistributedDataParallel
@@ -199,6 +200,24 @@ def test_a_parameter_registered_in_a_layer_after_wrapping_raises_by_name():
             ours(batch(rank, 0, 3, 4))
         with pytest.raises(RuntimeError, match=added):
             ours.module(batch(rank, 0, 3, 4)).sum().backward()
+
+    run_ranks(body, 2)
+
+
+def test_a_parameter_that_one_rank_alone_added_fails_its_peers_at_once():
+    def body(rank, world):
+        ours = Ours(mlp())
+        loss = ours.module(batch(rank, 0, 3, 24)).sum()
+        if rank == 1:
+            ours.module[0].register_parameter("added", nn.Parameter(torch.ones(2)))
+        expected = r"parameter '0\.added' was added" if rank == 1 else "rank 1"
+        with pytest.raises(RuntimeError if rank == 1 else StepFailed, match=expected):
+            loss.backward()
+        if rank == 1:
+            del ours.module[0].added
+        expected = mean_gradients(ours.module, lambda m, r: m(batch(r, 1, 3, 24)).sum(), world)
+        ours(batch(rank, 1, 3, 24)).sum().backward()
+        assert_mean(ours, expected, 1e-5)
 
     run_ranks(body, 2)
 

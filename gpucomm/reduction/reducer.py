@@ -184,7 +184,7 @@ class Reducer:
 
     def _arm(self, first: int) -> None:
         self.raise_failure()
-        self.table.refresh()
+        stranger = self._find_stranger()
         reduce = self.sync_requested() if self.loop.reduce_next is None else self.loop.reduce_next
         if reduce and os.getpid() != self._pid:
             raise RuntimeError(
@@ -205,11 +205,17 @@ class Reducer:
             self.agreement.weight.begin_again()
             self.loop.begin_again()
         self.loop.backwards += 1
-        if not reduce:
+        if reduce:
+            self.engine.arm()
+        else:
             self.finite.note_local(self.params)
             self.engine.arm_local()
-            return
-        self.engine.arm()
+        if stranger is not None:
+            raise stranger  # only now: the peers of a reduction are told of what raises in it
+        if reduce:
+            self._arm_stages()
+
+    def _arm_stages(self) -> None:
         hooked = self.comm_hooks is not None  # they need not be linear: what is late is not for them
         with_graph = torch.is_grad_enabled()
         if with_graph:
@@ -218,6 +224,14 @@ class Reducer:
         self._means.note_programs()
         self._second_round.ask_about_replaced()
         self._completion.complete_absent(may_be_wrong=not hooked)
+
+    def _find_stranger(self) -> RuntimeError | None:
+        """The error if the module has a parameter that was not there at construction."""
+        try:
+            self.table.refresh()
+        except RuntimeError as error:
+            return error
+        return None
 
     def _were_dropped(self, first: int) -> bool:
         """Whether nothing is left of what this iteration's backwards gave. first: whose gradient came already."""
@@ -436,7 +450,10 @@ class Reducer:
         return self._failure
 
     def keep_company(self) -> None:
-        """One iteration of a rank that has joined: reduces zeros with its peers, and leaves `.grad` alone."""
+        """One iteration of a rank that has joined: reduces zeros with its peers.
+
+        `.grad` stays what it is; where that is a view of a bucket, it has the peers' mean afterwards.
+        """
         self.raise_failure()
         self._ready_slots()
         self.engine.arm()
