@@ -149,6 +149,27 @@ def done(value):
     return future
 
 
+def test_from_the_second_iteration_on_hooks_are_called_while_backward_runs():
+    def body(rank, world):
+        ours = Ours(mlp(), bucket_cap_mb=TINY_BUCKETS)  # ready order is that of registration, so the plan stays
+        before = []
+        ours.module[0].weight.register_post_accumulate_grad_hook(lambda param: before.append(len(called)))
+
+        def hook(state, bucket):
+            called.append(bucket.index())
+            return debugging_hooks.noop_hook(state, bucket)
+
+        ours.register_comm_hook(None, hook)
+        for _ in range(3):
+            called = []
+            loss_of(ours, rank).backward()
+        assert before[0] == 0
+        assert before[1] > 0
+        assert before[2] > 0
+
+    run_ranks(body, 2)
+
+
 def test_a_bucket_of_complex_parameters_is_complex_to_its_hook():
     def body(rank, world):
         class Net(nn.Module):

@@ -170,7 +170,7 @@ void bind_engine(py::module_& module) {
       .def("missing", &Engine::missing)
       .def("hand_over_to", &Engine::hand_over_to, py::arg("take"))
       .def("mark_reduced", &Engine::mark_reduced, py::arg("bucket"))
-      .def("hold_back", &Engine::hold_back, py::arg("bucket"))
+      .def("hold_back", &Engine::hold_back, py::arg("bucket"), py::arg("held") = true)
       .def("set_by_hand", &Engine::set_by_hand, py::arg("by_hand"))
       .def("launch_rest", &Engine::launch_rest)
       .def("finish", &finish, py::arg("backwards"), py::arg("forwards"), py::arg("failed"), py::arg("joined") = false,

@@ -70,8 +70,8 @@ class Engine {
   // makes of them has to be in their memory when the iteration ends; mark_reduced() notes it in the trace.
   void hand_over_to(TakeBucket take);
   void mark_reduced(size_t bucket);
-  // Keeps a bucket of the plan from being launched before the end of backward.
-  void hold_back(size_t bucket) { buckets_.at(bucket).held = true; }
+  // Whether a bucket of the plan is kept from being launched before the end of backward.
+  void hold_back(size_t bucket, bool held) { buckets_.at(bucket).held = held; }
 
   // Whether the caller wants to see each gradient, instead of having it packed by the hook.
   void set_by_hand(bool by_hand) { by_hand_ = by_hand; }

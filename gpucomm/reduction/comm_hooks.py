@@ -116,11 +116,11 @@ class CommHooks:
     # ---- the plan
 
     def hold_back(self) -> None:
-        """Call it when a plan came into force. In the first iteration every bucket waits for the end of backward,
-        afterwards those with parameters that got a second gradient."""
+        """When an iteration is armed. In the first one every bucket waits for the end of backward, afterwards those in
+        which a parameter got a second gradient."""
         for index, bucket in enumerate(self._slots.plan.buckets):
-            if self._learning or any(slot.parameter in self._late for slot in bucket.slots):
-                self._engine.hold_back(index)
+            late = bool(self._late) and any(slot.parameter in self._late for slot in bucket.slots)
+            self._engine.hold_back(index, self._learning or late)
 
     def add_late(self, parameter: int, grad: torch.Tensor) -> bool:
         """A second gradient for a packed slot: added to it, unless its hook was called already: then False."""
