@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 #include <link.h>
 
-#include <algorithm>
 #include <climits>
 #include <cstdlib>
 #include <utility>
@@ -51,11 +50,19 @@ void* DynamicLibrary::find(const char* symbol) const {
   return address;
 }
 
-std::string DynamicLibrary::path() const {
+// As the loader knows it; empty for none.
+static std::string name_of(void* handle) {
   link_map* map = nullptr;
-  if (handle_ == nullptr || dlinfo(handle_, RTLD_DI_LINKMAP, &map) != 0) return "";
-  return real_path(map->l_name);
+  return handle != nullptr && dlinfo(handle, RTLD_DI_LINKMAP, &map) == 0 ? map->l_name : "";
 }
+
+bool DynamicLibrary::defines(const char* symbol) const {
+  Dl_info owner;
+  const void* address = find(symbol);
+  return address != nullptr && dladdr(address, &owner) != 0 && name_of(handle_) == owner.dli_fname;
+}
+
+std::string DynamicLibrary::path() const { return real_path(name_of(handle_)); }
 
 std::string real_path(const std::string& path) {
   char resolved[PATH_MAX];
@@ -67,19 +74,15 @@ static int collect_name(dl_phdr_info* info, size_t, void* names) {
   return 0;
 }
 
-std::vector<std::string> libraries_defining(const char* symbol) {
-  // In two rounds: the walk holds the loader's lock. The program itself has the empty name.
-  std::vector<std::string> names, found;
+std::vector<DynamicLibrary> libraries_defining(const char* symbol) {
+  // In two rounds, because the walk holds the loader's lock. The program itself has the empty name.
+  std::vector<std::string> names;
   dl_iterate_phdr(collect_name, &names);
+  std::vector<DynamicLibrary> found;
   for (const std::string& name : names) {
     if (name.empty()) continue;
-    const DynamicLibrary library = DynamicLibrary::loaded(name);
-    const void* address = library.find(symbol);
-    Dl_info owner;
-    // A library also finds the symbols of those that it depends on.
-    if (address == nullptr || dladdr(address, &owner) == 0 || owner.dli_fname == nullptr) continue;
-    std::string path = real_path(owner.dli_fname);
-    if (std::find(found.begin(), found.end(), path) == found.end()) found.push_back(std::move(path));
+    DynamicLibrary library = DynamicLibrary::loaded(name);
+    if (library.defines(symbol)) found.push_back(std::move(library));
   }
   return found;
 }

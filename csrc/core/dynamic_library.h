@@ -25,6 +25,8 @@ class DynamicLibrary {
 
   // nullptr if neither the library nor one that it depends on has the symbol.
   void* find(const char* symbol) const;
+  // Whether the library has the symbol itself.
+  bool defines(const char* symbol) const;
 
   // True if there is one.
   template <typename Function>
@@ -49,8 +51,8 @@ class DynamicLibrary {
 // Absolute, without links; the text itself if there is no such file.
 std::string real_path(const std::string& path);
 
-// Real paths of the loaded libraries that define the symbol themselves, under whatever name they were loaded, in the
-// order in which they were loaded. Those that keep it hidden are not found.
-std::vector<std::string> libraries_defining(const char* symbol);
+// The loaded libraries that define the symbol themselves, under whatever name they were loaded, in the order in which
+// they were loaded. The program itself, and those that keep the symbol hidden, are not among them.
+std::vector<DynamicLibrary> libraries_defining(const char* symbol);
 
 }  // namespace gpucomm

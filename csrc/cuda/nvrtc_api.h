@@ -60,17 +60,19 @@ class NvrtcError : public CommError {
   Result result;
 };
 
-// Where to look for the library, and for which driver.
+// Where to look for the library, and what its images are to run on.
 struct Search {
   std::string path;                      // an explicit one; nothing else is tried then
   std::vector<std::string> wheel_paths;  // of libraries in the wheels nvidia-cuda-nvrtc*, if there are any
   int driver_version = 0;                // 1000 * major + 10 * minor; 0: any
+  int arch = 0;                          // of the device: 90 is sm_90; 0: any
 };
 
-// NVRTC: the explicit path; else the copies that the process has loaded already, the wheels', the system's, the first
-// whose images the driver takes (an image of CUDA 13 needs a driver of CUDA 13). Its builtins are loaded beside it.
-// Throws TransportUnavailable: none found (where it was looked for), the explicit one is newer than the driver or lacks
-// a symbol. Calls with the same file share one table. Thread-safe.
+// NVRTC: the explicit path; else the copies that the process has loaded already, the wheels', the system's, of these
+// the first that the driver (an image of CUDA 13 needs a driver of CUDA 13) and the device accept: one that compiles
+// for the device's arch, or for an earlier one of the same generation. Its builtins are loaded with it, whichever is
+// taken. Throws TransportUnavailable: none will do (where it was looked for, and what is wrong with each). Calls that
+// come to the same file share one table. Thread-safe.
 std::shared_ptr<const Api> load(const Search& search);
 
 // Throws NvrtcError unless result is kSuccess.
