@@ -82,7 +82,8 @@ struct Uuid {
   F(stream_wait_event, cuStreamWaitEvent, "cuStreamWaitEvent",                                                         \
     Result(StreamHandle stream, EventHandle event, unsigned flags))                                                    \
   F(stream_query, cuStreamQuery, "cuStreamQuery", Result(StreamHandle stream))                                         \
-  F(stream_is_capturing, cuStreamIsCapturing, "cuStreamIsCapturing", Result(StreamHandle stream, CaptureStatus* status)) \
+  F(stream_is_capturing, cuStreamIsCapturing, "cuStreamIsCapturing",                                                   \
+    Result(StreamHandle stream, CaptureStatus* status))                                                                \
   F(thread_exchange_capture_mode, cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode",              \
     Result(CaptureMode* mode))                                                                                         \
   F(event_create, cuEventCreate, "cuEventCreate", Result(EventHandle* event, unsigned flags))                          \
@@ -134,8 +135,8 @@ class CudaError : public CommError {
 };
 
 // The driver, loaded and initialised. path: of the library, empty: "libcuda.so.1". The first call decides for the
-// process: another path later is a UsageError. Throws TransportUnavailable: no driver (and what to install), one too old
-// (which symbol it lacks, which version it is), no device. Thread-safe.
+// process: another path later is a UsageError. Throws TransportUnavailable: no driver (and what to install), one too
+// old (which symbol it lacks, which version it is), no device. Thread-safe.
 std::shared_ptr<const Api> load(const std::string& path = "");
 
 // Throws CudaError unless result is kSuccess.
