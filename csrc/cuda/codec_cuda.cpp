@@ -50,18 +50,14 @@ void CudaCodec::set_plan(const std::vector<BucketLayout>& layouts) {
   std::vector<codec::Piece> pieces;
   buckets_.clear();
   for (const BucketLayout& layout : layouts) {
-    Planned& bucket = buckets_.emplace_back();
-    bucket.layout = layout;
+    Planned& bucket = buckets_.emplace_back(Planned{layout, {pieces.size()}});
     for (uint32_t slot = 0; slot < layout.slots.size(); ++slot) {
-      if (slot % codec::kPointersPerLaunch == 0) bucket.launches.push_back({slot, 0, pieces.size(), 0});
-      Launch& launch = bucket.launches.back();
-      ++launch.slot_count;
       const auto [offset, numel] = layout.slots[slot];
       for (size_t done = 0; done < numel; done += codec::kPieceNumel) {
         const auto part = static_cast<codec::u32>(std::min<size_t>(numel - done, codec::kPieceNumel));
         pieces.push_back({.slot_offset = offset + done, .grad_offset = done, .numel = part, .slot = slot});
       }
-      launch.piece_count = pieces.size() - launch.first_piece;
+      bucket.first_piece.push_back(pieces.size());
     }
   }
   const Current current(device_->api(), device_->context());
@@ -100,34 +96,23 @@ void CudaCodec::launch_all(What what, size_t index, std::span<const GradPointer>
   args.bucket = bucket.layout.address;
   args.first_nonfinite = first_nonfinite;
   args.scale = scale;
-  // Zeros are packed as if of the bucket's own dtype. Nearly always all gradients of a bucket have the same dtype.
+  // Zeros are packed as if of the bucket's own dtype.
   const auto dtype_of = [&](const GradPointer& grad) { return grad.address ? grad.dtype : bucket.layout.dtype; };
-  for (const Launch& part : bucket.launches) {
-    if (part.piece_count == 0) continue;
-    uint32_t dtypes = 0;
-    for (uint32_t i = 0; i < part.slot_count; ++i)
-      dtypes |= 1u << static_cast<int>(dtype_of(grads[part.first_slot + i]));
-    for (int d = 0; d < kDTypeCount; ++d) {
-      if (!(dtypes >> d & 1)) continue;
-      const auto dtype = static_cast<DType>(d);
-      for (uint32_t i = 0; i < part.slot_count; ++i) {
-        const GradPointer& grad = grads[part.first_slot + i];
-        args.pointers[i] = dtype_of(grad) == dtype ? grad.address : codec::left_out();
-      }
-      launch(what, bucket, part, grads, dtype, args, stream);
+  for (size_t begin = 0, end = 0; begin < grads.size(); begin = end) {
+    // As many slots of one dtype as fit: nearly always the whole bucket.
+    const DType dtype = dtype_of(grads[begin]);
+    for (; end < grads.size() && end - begin < codec::kPointersPerLaunch && dtype_of(grads[end]) == dtype; ++end) {
+      args.pointers[end - begin] = grads[end].address;
     }
+    const size_t pieces = bucket.first_piece[end] - bucket.first_piece[begin];
+    if (pieces == 0) continue;
+    args.pieces = pieces_->as<const codec::Piece>() + bucket.first_piece[begin];
+    args.first_slot = static_cast<codec::u32>(begin);
+    void* arguments[] = {&args};
+    device_->check(device_->api().launch_kernel(kernel(what, dtype, bucket.layout.dtype), static_cast<unsigned>(pieces),
+                                                1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr),
+                   "cuLaunchKernel");
   }
-}
-
-void CudaCodec::launch(What what, const Planned& bucket, const Launch& part, std::span<const GradPointer>, DType dtype,
-                       codec::CodecArgs& args, StreamHandle stream) {
-  args.pieces = pieces_->as<const codec::Piece>() + part.first_piece;
-  args.first_slot = part.first_slot;
-  void* arguments[] = {&args};
-  device_->check(
-      device_->api().launch_kernel(kernel(what, dtype, bucket.layout.dtype), static_cast<unsigned>(part.piece_count), 1,
-                                   1, kThreads, 1, 1, 0, stream, arguments, nullptr),
-      "cuLaunchKernel");
 }
 
 void CudaCodec::begin_check(Caller caller) {

@@ -47,20 +47,13 @@ class CudaCodec final : public BucketCodec {
   std::vector<int32_t> read_check(Caller caller) override;
 
  private:
-  // Slots whose pointers fit one launch, and their pieces in the map.
-  struct Launch {
-    uint32_t first_slot, slot_count;
-    size_t first_piece, piece_count;
-  };
   struct Planned {
     BucketLayout layout;
-    std::vector<Launch> launches;
+    std::vector<size_t> first_piece;  // of each slot in the map; one more, for where the last one ends
   };
   enum class What : uint8_t { kPack, kUnpack };
   void launch_all(What what, size_t bucket, std::span<const GradPointer> grads, double scale, int* first_nonfinite,
                   StreamHandle stream);
-  void launch(What what, const Planned& bucket, const Launch& launch, std::span<const GradPointer> grads, DType dtype,
-              codec::CodecArgs& args, StreamHandle stream);
   Function kernel(What what, DType grad, DType slot);
 
   std::shared_ptr<Kernels> kernels_;
