@@ -3,8 +3,8 @@
 // (tests/fake_cuda/host_kernels.h stands for what the CUDA compilers build in).
 //
 // All of it is bound by memory. A block takes one stretch; a thread has kLoadsInFlight loads of 16 bytes on their way
-// before it uses the first, and neighbouring threads take neighbouring groups of elements. What may be null or
-// unaligned is decided once a block. Kernels are correct for any blockDim, 1 included, and threads of a block meet
+// before it uses the first, and neighbouring threads take neighbouring groups of elements (see Tile). What may be null
+// or unaligned is decided once a block. Kernels are correct for any blockDim, 1 included, and threads of a block meet
 // nowhere but in block_sum.
 #include "codec_args.h"
 
@@ -189,91 +189,117 @@ struct BFloat16 : TwoBytes<BFloatPairs> {
 __device__ __forceinline__ float magnitude(float x) { return fabsf(x); }
 __device__ __forceinline__ double magnitude(double x) { return fabs(x); }
 
+// The norm and the finite check of what is stored as a To.
 template <class To>
 struct Watch {
   using Wide = typename To::Wide;
   Wide squares = 0;
-  bool nonfinite = false;
-  __device__ __forceinline__ void see(Wide x) {
-    squares += x * x;
-    nonfinite = nonfinite || !(magnitude(x) < To::kOverflow);  // a NaN too
+  u32 nonfinite = 0;
+  // No short circuit: one comparison an element, and a predicate that becomes a register once a group.
+  template <u32 kNumel>
+  __device__ __forceinline__ void see(const Wide* wide) {
+    bool found = false;
+#pragma unroll
+    for (u32 i = 0; i < kNumel; ++i) {
+      squares += wide[i] * wide[i];
+      found = found | !(magnitude(wide[i]) < To::kOverflow);  // a NaN too
+    }
+    if (found) nonfinite = 1;
+  }
+};
+
+// Squares alone.
+template <class T>
+struct Squares {
+  typename T::Wide squares = 0;
+  template <u32 kNumel>
+  __device__ __forceinline__ void see(const typename T::Wide* wide) {
+#pragma unroll
+    for (u32 i = 0; i < kNumel; ++i) squares += wide[i] * wide[i];
   }
 };
 
 struct Blind {
-  template <class Wide>
-  __device__ __forceinline__ void see(Wide) {}
+  template <u32 kNumel, class Wide>
+  __device__ __forceinline__ void see(const Wide*) {}
 };
 
 // ---- to(scale * from)
 
 constexpr u32 kLoadsInFlight = 4;
 
-// The fewest elements that fill whole chunks on both sides.
+// Neighbouring threads that share a tile. A constant, so that the loads of a thread differ by constants alone.
+#ifdef GPUCOMM_HOST_KERNELS
+constexpr u32 kTeam = 1;
+#else
+constexpr u32 kTeam = 32;
+#endif
+
+// A group is the fewest elements that fill whole chunks on both sides. A tile is what a team has in flight at once:
+// kAtOnce rows of kTeam groups; a thread has one column.
 template <class From, class To>
-struct Group {
-  static constexpr u32 kNumel = From::kPerChunk > To::kPerChunk ? From::kPerChunk : To::kPerChunk;
-  static constexpr u32 kLoads = kNumel / From::kPerChunk;
-  static constexpr u32 kStores = kNumel / To::kPerChunk;
+struct Tile {
+  static constexpr u32 kGroupNumel = From::kPerChunk > To::kPerChunk ? From::kPerChunk : To::kPerChunk;
+  static constexpr u32 kLoads = kGroupNumel / From::kPerChunk;
+  static constexpr u32 kStores = kGroupNumel / To::kPerChunk;
   static constexpr u32 kAtOnce = kLoadsInFlight / kLoads;
+  static constexpr u32 kGroups = kAtOnce * kTeam;
 };
 
-// kAtOnce groups that lie blockDim groups apart, the first of them at `first`. Not kWhole: those before `groups`.
-template <class From, class To, bool kWhole, class Eye>
-__device__ __forceinline__ void convert_groups(uint4* out, const uint4* in, u32 first, u32 groups,
-                                               typename From::Wide scale, Eye& eye) {
-  using G = Group<From, To>;
-  uint4 chunks[G::kAtOnce][G::kLoads];
+// The column of a thread: `in` and `out` at its first group, `groups` how many there are from there to the end, counted
+// over all columns. Not kWhole: fewer than the tile holds. Not kStore: only looked at.
+template <class From, class To, bool kWhole, bool kStore, class Eye>
+__device__ __forceinline__ void convert_column(uint4* out, const uint4* in, u32 groups, typename From::Wide scale,
+                                               Eye& eye) {
+  using T = Tile<From, To>;
+  uint4 chunks[T::kAtOnce][T::kLoads];
 #pragma unroll
-  for (u32 k = 0; k < G::kAtOnce; ++k) {
-    const u32 group = first + k * blockDim.x;
+  for (u32 k = 0; k < T::kAtOnce; ++k) {
 #pragma unroll
-    for (u32 i = 0; i < G::kLoads; ++i) {
-      if (kWhole || group < groups) chunks[k][i] = in[static_cast<u64>(group) * G::kLoads + i];
+    for (u32 i = 0; i < T::kLoads; ++i) {
+      if (kWhole || k * kTeam < groups) chunks[k][i] = in[k * kTeam * T::kLoads + i];
     }
   }
 #pragma unroll
-  for (u32 k = 0; k < G::kAtOnce; ++k) {
-    const u32 group = first + k * blockDim.x;
-    if (!kWhole && group >= groups) break;
-    typename From::Wide wide[G::kNumel];
+  for (u32 k = 0; k < T::kAtOnce; ++k) {
+    if (!kWhole && k * kTeam >= groups) break;
+    typename From::Wide wide[T::kGroupNumel];
 #pragma unroll
-    for (u32 i = 0; i < G::kLoads; ++i) From::load(chunks[k][i], wide + i * From::kPerChunk);
+    for (u32 i = 0; i < T::kLoads; ++i) From::load(chunks[k][i], wide + i * From::kPerChunk);
 #pragma unroll
-    for (u32 i = 0; i < G::kNumel; ++i) {
-      wide[i] *= scale;
-      eye.see(wide[i]);
-    }
+    for (u32 i = 0; i < T::kGroupNumel; ++i) wide[i] *= scale;
+    eye.template see<T::kGroupNumel>(wide);
+    if constexpr (kStore) {
 #pragma unroll
-    for (u32 i = 0; i < G::kStores; ++i) {
-      out[static_cast<u64>(group) * G::kStores + i] = To::store(wide + i * To::kPerChunk);
+      for (u32 i = 0; i < T::kStores; ++i) out[k * kTeam * T::kStores + i] = To::store(wide + i * To::kPerChunk);
     }
   }
 }
 
-template <class From, class To, class Eye>
-__device__ __forceinline__ void convert(typename To::Storage* out, const typename From::Storage* in, u32 numel,
+// All of a block together.
+template <class From, class To, bool kStore, class Eye>
+__device__ __forceinline__ void convert(typename To::Storage* out, const typename From::Storage* in, u64 numel,
                                         typename From::Wide scale, Eye& eye) {
-  using G = Group<From, To>;
-  u32 done = 0;
-  if (aligned(out) && aligned(in)) {
-    const u32 groups = numel / G::kNumel;
-    const u32 stride = G::kAtOnce * blockDim.x;
-    uint4* out_chunks = reinterpret_cast<uint4*>(out);
-    const uint4* in_chunks = reinterpret_cast<const uint4*>(in);
-    u32 begin = 0;
-    for (; groups - begin >= stride; begin += stride) {
-      convert_groups<From, To, true>(out_chunks, in_chunks, begin + threadIdx.x, groups, scale, eye);
+  using T = Tile<From, To>;
+  u64 done = 0;
+  if (aligned(out) && aligned(in) && blockDim.x % kTeam == 0) {
+    const u64 groups = numel / T::kGroupNumel;
+    const u64 stride = static_cast<u64>(blockDim.x) * T::kAtOnce;
+    u64 at = static_cast<u64>(threadIdx.x / kTeam) * T::kGroups + threadIdx.x % kTeam;
+    uint4* to = reinterpret_cast<uint4*>(out) + at * T::kStores;
+    const uint4* from = reinterpret_cast<const uint4*>(in) + at * T::kLoads;
+    for (; at + (T::kGroups - kTeam) < groups; at += stride) {
+      convert_column<From, To, true, kStore>(to, from, T::kGroups, scale, eye);
+      to += stride * T::kStores;
+      from += stride * T::kLoads;
     }
-    if (begin < groups) {
-      convert_groups<From, To, false>(out_chunks, in_chunks, begin + threadIdx.x, groups, scale, eye);
-    }
-    done = groups * G::kNumel;
+    if (at < groups) convert_column<From, To, false, kStore>(to, from, static_cast<u32>(groups - at), scale, eye);
+    done = groups * T::kGroupNumel;
   }
-  for (u32 i = done + threadIdx.x; i < numel; i += blockDim.x) {
+  for (u64 i = done + threadIdx.x; i < numel; i += blockDim.x) {
     const typename From::Wide x = From::load(in[i]) * scale;
-    eye.see(x);
-    out[i] = To::store(x);
+    eye.template see<1>(&x);
+    if constexpr (kStore) out[i] = To::store(x);
   }
 }
 
@@ -329,6 +355,7 @@ __device__ __forceinline__ Wide block_sum(Wide value) {
 template <class From, class To>
 __device__ __forceinline__ void pack(const CodecArgs& args) {
   using Wide = typename From::Wide;
+  const Wide scale = full_scale<Wide>(args.scale, args.device_scale);
   const Piece piece = global<Piece>(args.pieces)[blockIdx.x];
   auto* out = global<typename To::Storage>(args.bucket) + piece.slot_offset;
   const void* grad = args.pointers[piece.slot - args.first_slot];
@@ -336,10 +363,10 @@ __device__ __forceinline__ void pack(const CodecArgs& args) {
   if (grad == nullptr) {
     fill_zero<To>(out, piece.numel);
   } else {
-    const auto* in = global<typename From::Storage>(grad) + piece.grad_offset;
-    convert<From, To>(out, in, piece.numel, full_scale<Wide>(args.scale, args.device_scale), watch);
+    const auto* in = global<const typename From::Storage>(grad) + piece.grad_offset;
+    convert<From, To, true>(out, in, piece.numel, scale, watch);
   }
-  if (watch.nonfinite && args.first_nonfinite != nullptr) {
+  if (watch.nonfinite != 0 && args.first_nonfinite != nullptr) {
     atomicMin(global<int>(args.first_nonfinite), static_cast<int>(piece.slot));
   }
   if (args.partial_norms != nullptr) {
@@ -350,64 +377,40 @@ __device__ __forceinline__ void pack(const CodecArgs& args) {
 
 template <class From, class To>
 __device__ __forceinline__ void unpack(const CodecArgs& args) {
+  using Wide = typename From::Wide;
+  const Wide scale = full_scale<Wide>(args.scale, args.device_scale);
   const Piece piece = global<Piece>(args.pieces)[blockIdx.x];
-  const auto* in = global<const typename From::Storage>(args.bucket) + piece.slot_offset;
   void* grad = args.pointers[piece.slot - args.first_slot];
   if (grad == nullptr) return;
+  const auto* in = global<const typename From::Storage>(args.bucket) + piece.slot_offset;
   auto* out = global<typename To::Storage>(grad) + piece.grad_offset;
   Blind blind;
-  convert<From, To>(out, in, piece.numel, full_scale<typename From::Wide>(args.scale, args.device_scale), blind);
+  convert<From, To, true>(out, in, piece.numel, scale, blind);
 }
 
-// The share of this block, in elements: whole chunks, so that all but the last are aligned like the first.
+// The share of this block, in elements. All shares start as aligned as the first.
 struct Share {
   u64 begin;
-  u64 end;
+  u64 numel;
 };
 
 __device__ __forceinline__ Share share_of_block(u64 numel) {
-  constexpr u64 kGranule = 4096;
+  constexpr u64 kGranule = 1024;
   const u64 granules = (numel + kGranule - 1) / kGranule;
   const u64 most = (granules + gridDim.x - 1) / gridDim.x * kGranule;
   const u64 begin = most * blockIdx.x;
-  if (begin >= numel) return {numel, numel};
-  return {begin, numel - begin < most ? numel : begin + most};
+  if (begin >= numel) return {0, 0};
+  return {begin, numel - begin < most ? numel - begin : most};
 }
 
 template <class T>
 __device__ __forceinline__ void squared_norm(const FlatArgs& args) {
   using Wide = typename T::Wide;
   const Share share = share_of_block(args.numel);
-  const auto* in = global<const typename T::Storage>(args.data);
-  Wide squares = 0;
-  u64 done = share.begin;
-  if (aligned(in)) {
-    constexpr u32 kAtOnce = kLoadsInFlight;
-    const uint4* chunks = reinterpret_cast<const uint4*>(in);
-    const u64 end = share.begin / T::kPerChunk + (share.end - share.begin) / T::kPerChunk;
-    const u64 stride = static_cast<u64>(kAtOnce) * blockDim.x;
-    for (u64 i = share.begin / T::kPerChunk + threadIdx.x; i < end; i += stride) {
-      uint4 loaded[kAtOnce];
-#pragma unroll
-      for (u32 k = 0; k < kAtOnce; ++k) {
-        const u64 at = i + k * blockDim.x;
-        loaded[k] = at < end ? chunks[at] : uint4{0, 0, 0, 0};
-      }
-#pragma unroll
-      for (u32 k = 0; k < kAtOnce; ++k) {
-        Wide wide[T::kPerChunk];
-        T::load(loaded[k], wide);
-#pragma unroll
-        for (u32 j = 0; j < T::kPerChunk; ++j) squares += wide[j] * wide[j];
-      }
-    }
-    done = end * T::kPerChunk;
-  }
-  for (u64 i = done + threadIdx.x; i < share.end; i += blockDim.x) {
-    const Wide x = T::load(in[i]);
-    squares += x * x;
-  }
-  const Wide sum = block_sum(squares);
+  const auto* in = global<const typename T::Storage>(args.data) + share.begin;
+  Squares<T> squares;
+  convert<T, T, false>(static_cast<typename T::Storage*>(nullptr), in, share.numel, Wide{1}, squares);
+  const Wide sum = block_sum(squares.squares);
   if (threadIdx.x == 0) global<float>(args.partials)[blockIdx.x] = static_cast<float>(sum);
 }
 
@@ -417,14 +420,9 @@ __device__ __forceinline__ void scale(const FlatArgs& args) {
   const Wide factor = full_scale<Wide>(args.scale, args.device_scale);
   if (factor == Wide{1}) return;
   const Share share = share_of_block(args.numel);
-  // convert counts in 32 bits.
-  constexpr u64 kMost = u64{1} << 30;
-  for (u64 begin = share.begin; begin < share.end; begin += kMost) {
-    auto* at = global<typename T::Storage>(args.data) + begin;
-    const u64 left = share.end - begin;
-    Blind blind;
-    convert<T, T>(at, at, static_cast<u32>(left < kMost ? left : kMost), factor, blind);
-  }
+  auto* at = global<typename T::Storage>(args.data) + share.begin;
+  Blind blind;
+  convert<T, T, true>(at, at, share.numel, factor, blind);
 }
 
 __device__ __forceinline__ void sum_partials_of(const FlatArgs& args) {
