@@ -4,7 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "cuda/kernel_image.h"
+#include "cuda/kernel_name.h"
 
 namespace gpucomm::cuda {
 
@@ -14,8 +14,6 @@ constexpr unsigned kThreads = 256;
 // What a byte-wise memset makes of an int: larger than any slot.
 constexpr unsigned char kNoneByte = 0x7f;
 constexpr int kNone = 0x7f7f7f7f;
-
-DeviceAddress address_of(const void* memory) { return reinterpret_cast<DeviceAddress>(memory); }
 
 }  // namespace
 
@@ -74,7 +72,9 @@ void CudaCodec::set_plan(const std::vector<BucketLayout>& layouts) {
 
 Function CudaCodec::kernel(What what, DType grad, DType slot) {
   Function& known = functions_[static_cast<int>(what)][static_cast<int>(grad)][static_cast<int>(slot)];
-  if (!known) known = kernels_->function(what == What::kPack ? pack_kernel(grad, slot) : unpack_kernel(slot, grad));
+  if (!known)
+    known = kernels_->function(what == What::kPack ? kernel_name(Kernel::kPack, grad, slot)
+                                                   : kernel_name(Kernel::kUnpack, slot, grad));
   return known;
 }
 

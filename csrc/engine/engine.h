@@ -54,14 +54,14 @@ using ReleaseGrads = std::function<void(std::span<const int32_t> parameters, std
 // What an engine works with. Exactly one of the codecs; what is left out of control, its collectives go with the
 // buckets.
 struct EngineParts {
-  std::shared_ptr<Transport> transport;
-  std::shared_ptr<Stream> stream;
-  std::shared_ptr<Codec> codec;
-  std::shared_ptr<BucketCodec> bucket_codec;
+  std::shared_ptr<Transport> transport = nullptr;
+  std::shared_ptr<Stream> stream = nullptr;
+  std::shared_ptr<Codec> codec = nullptr;
+  std::shared_ptr<BucketCodec> bucket_codec = nullptr;
   // What carries the headers, where the buckets' transport reaches only a device's memory.
-  std::shared_ptr<Transport> control_transport;
-  std::shared_ptr<Stream> control_stream;
-  std::shared_ptr<Trace> trace;
+  std::shared_ptr<Transport> control_transport = nullptr;
+  std::shared_ptr<Stream> control_stream = nullptr;
+  std::shared_ptr<Trace> trace = nullptr;
 };
 
 class Engine {
