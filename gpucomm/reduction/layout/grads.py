@@ -44,22 +44,20 @@ def _memory_of_grad(param: torch.nn.Parameter) -> int:
     return grad.untyped_storage()._cdata if grad is not None and has_one else 0
 
 
-def shared_grads(params: Sequence[torch.nn.Parameter], indices: Sequence[int]) -> list[int]:
+def shared_grads(params: Sequence[torch.nn.Parameter], indices: Sequence[int], first: int) -> list[int]:
     """Those of the parameters whose `.grad` somebody else holds too, or a tensor in the same memory.
 
-    That several of them lie in one memory does not count.
+    That several of them lie in one memory does not count. first: whose hook is running, so that autograd may hold its
+    gradient.
     """
-    memory = {index: _memory_of_grad(params[index]) for index in indices}
+    memory = {index: address for index in indices if (address := _memory_of_grad(params[index]))}
     inmates = Counter(memory.values())
-    return [
-        index
-        for index, address in memory.items()
-        if address
-        and (
-            _references_of_grad(params[index]) > _LONE_REFERENCES
-            or use_count(address) > _LONE_USES - 1 + inmates[address]
-        )
-    ]
+    shared = set()
+    for index, address in memory.items():
+        uses = _LONE_USES - 1 + inmates[address] + (_AUTOGRADS_USES if index == first else 0)
+        if _references_of_grad(params[index]) > _LONE_REFERENCES or use_count(address) > uses:
+            shared.add(address)
+    return [index for index, address in memory.items() if address in shared]
 
 
 def _count_of_lone_grad() -> tuple[int, int]:
@@ -68,4 +66,15 @@ def _count_of_lone_grad() -> tuple[int, int]:
     return _references_of_grad(param), use_count(_memory_of_grad(param))
 
 
+def _count_in_hook() -> int:
+    """Uses of a gradient's memory while the hook of its parameter runs, where autograd took it as it was: at most."""
+    param = torch.nn.Parameter(torch.ones(1, 1))
+    uses = []
+    param.register_post_accumulate_grad_hook(lambda p: uses.append(use_count(_memory_of_grad(p))))
+    with torch.enable_grad():
+        torch.nn.functional.linear(torch.ones(1, 1), param).sum().backward()
+    return uses[0]
+
+
 _LONE_REFERENCES, _LONE_USES = _count_of_lone_grad()
+_AUTOGRADS_USES = _count_in_hook() - _LONE_USES  # 2 with torch 2.6, 0 with 2.13
