@@ -284,17 +284,8 @@ class Reducer:
         if engine.mode != _core.Mode.REDUCE:
             return
         if (grad := local_grad(param)) is None:
-            if not self._hooks.are_others(index):
-                return  # undefined: the parameter was not used
-            if param is not self.params[index]:
-                raise RuntimeError(
-                    f"parameter '{self.names[index]}': a post-accumulate-grad hook of the program returned a value, "
-                    "which torch hands to the next hook in the parameter's place; such hooks have to return None"
-                )
-            raise RuntimeError(
-                f"parameter '{self.names[index]}': a hook of the program took its gradient away before it was reduced. "
-                "To step parameters inside backward, use torch's _apply_optimizer_in_backward or _register_fused_optim"
-            )
+            self._on_no_gradient(index, param)
+            return
         is_last, view = self._hooks.comes_last(index), self.slots.fitting_view(index, grad)
         if not is_last and not engine.packed(index):
             engine.mark_used(index)  # what the hooks that follow make of it is taken at the end of backward
@@ -314,6 +305,23 @@ class Reducer:
             self._completion.note_late(index)
             self._second_round.add(index, grad)
         param.grad = None
+
+    def _on_no_gradient(self, index: int, param: torch.nn.Parameter) -> None:
+        """The hook ran, and `.grad` is None."""
+        if not self._hooks.are_others(index):
+            # A node in the graph gave None: as with torch's class, that counts as zeros, or as no gradient.
+            if not self._usage.allow_unused:
+                self.engine.mark_used(index)
+            return
+        if param is not self.params[index]:
+            raise RuntimeError(
+                f"parameter '{self.names[index]}': a post-accumulate-grad hook of the program returned a value, which "
+                "torch hands to the next hook in the parameter's place; such hooks have to return None"
+            )
+        raise RuntimeError(
+            f"parameter '{self.names[index]}': a hook of the program took its gradient away before it was reduced. To "
+            "step parameters inside backward, use torch's _apply_optimizer_in_backward or _register_fused_optim"
+        )
 
     # ---- finish
 

@@ -3,6 +3,8 @@
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
+from threading import Thread
 
 import torch
 
@@ -54,7 +56,7 @@ def shared_grads(params: Sequence[torch.nn.Parameter], indices: Sequence[int], f
     inmates = Counter(memory.values())
     shared = set()
     for index, address in memory.items():
-        uses = _LONE_USES - 1 + inmates[address] + (_AUTOGRADS_USES if index == first else 0)
+        uses = _LONE_USES - 1 + inmates[address] + (_autograds_uses() if index == first else 0)
         if _references_of_grad(params[index]) > _LONE_REFERENCES or use_count(address) > uses:
             shared.add(address)
     return [index for index, address in memory.items() if address in shared]
@@ -66,15 +68,21 @@ def _count_of_lone_grad() -> tuple[int, int]:
     return _references_of_grad(param), use_count(_memory_of_grad(param))
 
 
-def _count_in_hook() -> int:
-    """Uses of a gradient's memory while the hook of its parameter runs, where autograd took it as it was: at most."""
-    param = torch.nn.Parameter(torch.ones(1, 1))
-    uses = []
-    param.register_post_accumulate_grad_hook(lambda p: uses.append(use_count(_memory_of_grad(p))))
-    with torch.enable_grad():
-        torch.nn.functional.linear(torch.ones(1, 1), param).sum().backward()
-    return uses[0]
-
-
 _LONE_REFERENCES, _LONE_USES = _count_of_lone_grad()
-_AUTOGRADS_USES = _count_in_hook() - _LONE_USES  # 2 with torch 2.6, 0 with 2.13
+
+
+@cache
+def _autograds_uses() -> int:
+    """Uses of a gradient's memory that are autograd's own while the hook of its parameter runs, where it took the
+    gradient as it was, at most: 2 with torch 2.6, 0 with 2.13.
+
+    Found out in a backward on a thread of its own: where this is asked one is under way, and before the first one of
+    the process none must run, for a process that is forked afterwards would inherit half an engine.
+    """
+    param = torch.nn.Parameter(torch.ones(1, 1))
+    uses: list[int] = []
+    param.register_post_accumulate_grad_hook(lambda p: uses.append(use_count(_memory_of_grad(p))))
+    backward = Thread(target=lambda: torch.nn.functional.linear(torch.ones(1, 1), param).sum().backward())
+    backward.start()
+    backward.join()
+    return uses[0] - _LONE_USES

@@ -71,7 +71,8 @@ class ParameterTable:
     def is_in_place(self, index: int) -> bool:
         """False if another object was put behind the name past torch's registration, straight into `_parameters`."""
         module, name = self._place_of[index]
-        found = module._parameters.get(name)
+        # A TorchScript module has something like a dict, without get().
+        found = module._parameters[name] if name in module._parameters else None  # noqa: SIM401
         return found is self.params[index] or not isinstance(found, nn.Parameter)  # functional_call's last for one call
 
     def indices_of(self, params: Iterable[nn.Parameter]) -> list[int]:
