@@ -239,8 +239,12 @@ bool read_dlpack(PyObject* object, Array* array, Layout* layout) {
                    "the array is on a device of DLPack type %d, memory of the host or a GPU is needed",
                    static_cast<int>(tensor.device.type));
     } else if (per_element == 0) {
-      PyErr_Format(PyExc_TypeError, "a DLPack dtype of code %d and %d bits has no counterpart here",
-                   static_cast<int>(tensor.dtype.code), static_cast<int>(tensor.dtype.bits));
+      static const char* const kinds[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+      const char* kind = tensor.dtype.code < std::size(kinds) ? kinds[tensor.dtype.code] : "unknown";
+      PyErr_Format(PyExc_TypeError,
+                   "an array of %s of %d bits has no counterpart here (float16, bfloat16, float32, float64, complex64, "
+                   "complex128, int32, int64, uint8)",
+                   kind, static_cast<int>(tensor.dtype.bits));
     } else {
       fill(tensor, per_element, array, layout);
       fits = true;

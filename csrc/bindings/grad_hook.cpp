@@ -274,11 +274,21 @@ std::vector<int32_t> other_grads(const py::list& params, const py::list& grads) 
   return others;
 }
 
+// The layout of each parameter's view as it was made: a program may transpose or resize a gradient in place.
+struct ViewLayouts {
+  std::vector<Layout> layouts;
+  void note(size_t index, const py::handle& view) {
+    Array array;
+    if (index >= layouts.size()) layouts.resize(index + 1);
+    if (!read_array(view.ptr(), &array, &layouts[index])) throw py::error_already_set();
+  }
+};
+
 // Indices of the views that cannot take this iteration's gradient: somebody besides `views` and the parameter's `.grad`
-// holds the tensor, or it was moved to other memory (by module.to() and its kin). grad_references: how many references
-// a tensor gains by being a `.grad` (depends on the version of torch).
+// holds the tensor, it was moved to other memory (by module.to() and its kin), or has another layout than it had.
+// grad_references: how many references a tensor gains by being a `.grad` (depends on the version of torch).
 std::vector<int32_t> stale_views(const Engine& engine, const py::list& params, const py::list& views,
-                                 int grad_references) {
+                                 const ViewLayouts& made, int grad_references) {
   std::vector<int32_t> stale;
   const size_t count = engine.parameter_count();
   if (params.size() != count || views.size() != count) throw py::value_error("params and views: one per parameter");
@@ -291,7 +301,9 @@ std::vector<int32_t> stale_views(const Engine& engine, const py::list& params, c
     if (slot.bucket < 0) continue;
     PyObject* view = PyList_GET_ITEM(views.ptr(), static_cast<Py_ssize_t>(i));
     Array array;
-    bool usable = read_array(view, &array, nullptr) && (array.address == slot.grad || array.numel == 0);
+    Layout layout;
+    bool usable = read_array(view, &array, &layout) && (layout.ndim < 0 || layout == made.layouts.at(i)) &&
+                  (array.address == slot.grad || array.numel == 0);
     PyErr_Clear();
     if (usable && Py_REFCNT(view) > 1) {
       PyObject* grad = grad_attribute.get(PyList_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(i)));
@@ -319,7 +331,10 @@ void bind_grad_hook(py::module_& module) {
              py::arg("views"));
   module.def("release_grads", &release_grads, py::arg("engine"), py::arg("params"), py::arg("record_stream"));
   module.def("other_grads", &other_grads, py::arg("params"), py::arg("grads"));
-  module.def("stale_views", &stale_views, py::arg("engine"), py::arg("params"), py::arg("views"),
+  py::class_<ViewLayouts>(module, "ViewLayouts")
+      .def(py::init<>())
+      .def("note", &ViewLayouts::note, py::arg("index"), py::arg("view"));
+  module.def("stale_views", &stale_views, py::arg("engine"), py::arg("params"), py::arg("views"), py::arg("made"),
              py::arg("grad_references"));
 }
 
