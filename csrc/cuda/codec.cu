@@ -199,11 +199,13 @@ struct Watch {
   template <u32 kNumel>
   __device__ __forceinline__ void see(const Wide* wide) {
     bool found = false;
+    Wide sum = 0;  // of its own, which shortens the chain of additions and of their errors
 #pragma unroll
     for (u32 i = 0; i < kNumel; ++i) {
-      squares += wide[i] * wide[i];
+      sum += wide[i] * wide[i];
       found = found | !(magnitude(wide[i]) < To::kOverflow);  // a NaN too
     }
+    squares += sum;
     if (found) nonfinite = 1;
   }
 };
@@ -214,8 +216,10 @@ struct Squares {
   typename T::Wide squares = 0;
   template <u32 kNumel>
   __device__ __forceinline__ void see(const typename T::Wide* wide) {
+    typename T::Wide sum = 0;
 #pragma unroll
-    for (u32 i = 0; i < kNumel; ++i) squares += wide[i] * wide[i];
+    for (u32 i = 0; i < kNumel; ++i) sum += wide[i] * wide[i];
+    squares += sum;
   }
 };
 
