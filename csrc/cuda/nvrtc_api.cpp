@@ -105,7 +105,8 @@ std::shared_ptr<const Api> load(const Search& search) {
   // The first that will do: of those that are loaded, then of files.
   const auto take = [&](DynamicLibrary library, std::string error) -> std::shared_ptr<const Api> {
     std::shared_ptr<const Api> api = library ? accepted(std::move(library), search, &error) : nullptr;
-    if (api == nullptr && !error.empty()) errors += (errors.empty() ? "" : "; ") + error;
+    // The same file may be found in several ways.
+    if (api == nullptr && errors.find(error) == std::string::npos) errors += (errors.empty() ? "" : "; ") + error;
     return api;
   };
   std::vector<std::string> names = {search.path};
