@@ -1,7 +1,6 @@
 """Device code of a cubin, disassembled: its functions, what each takes of the device, and its loops."""
 
 import re
-import shutil
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,22 +13,19 @@ _USAGE = re.compile(r"\s*Function (\w+):\s*\n\s*(REG:.*)")
 
 
 def cuobjdump() -> Path:
-    """The toolkit's disassembler (it calls nvdisasm beside it), else that of Triton's wheel; skips if neither is here."""
+    """The toolkit's (with nvdisasm, which it calls, beside it), else that of Triton's wheel; skips without either."""
     toolkit = vendor.toolkit()
     found = [toolkit / "bin/cuobjdump"] if toolkit else []
     found += [wheel.file("bin/cuobjdump") for wheel in vendor.wheels("triton")]
-    on_path = shutil.which("cuobjdump")
-    found += [Path(on_path)] if on_path else []
-    for tool in found:
-        if tool.exists() and (tool.parent / "nvdisasm").exists():
-            return tool
-    vendor.missing("a disassembler (cuobjdump and nvdisasm of a CUDA toolkit or of Triton's wheel)")
+    tools = [tool for tool in found if tool.exists() and (tool.parent / "nvdisasm").exists()]
+    if not tools:
+        vendor.missing("a disassembler (cuobjdump and nvdisasm of a CUDA toolkit or of Triton's wheel)")
+    return tools[0]
 
 
 def _run(option: str, cubin: Path) -> str:
-    return subprocess.run(
-        [cuobjdump(), option, str(cubin)], capture_output=True, text=True, timeout=250, check=True
-    ).stdout
+    command = [cuobjdump(), option, str(cubin)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=True).stdout
 
 
 def usage(cubin: Path) -> dict[str, dict[str, int]]:

@@ -35,9 +35,7 @@ def library_of(nvrtc):
     """The wheel's libnvrtc; skips without a wheel."""
     if nvrtc is None:
         vendor.missing("NVRTC (nvidia-cuda-nvrtc-cu12 or nvidia-cuda-nvrtc)")
-    return str(
-        nvrtc.file(f"lib/libnvrtc.so.{nvrtc.version.split('.')[0] if int(nvrtc.version.split('.')[0]) < 13 else 13}")
-    )
+    return str(nvrtc.file("lib/libnvrtc.so." + nvrtc.version.split(".")[0]))
 
 
 def nvcc_cubin(arch, folder):
@@ -228,9 +226,8 @@ def test_the_fat_binary_holds_the_kernels(tmp_path):
         vendor.missing("nvcc, when this was built")
     image = tmp_path / "codec.fatbin"
     image.write_bytes(binary)
-    listed = subprocess.run(
-        [sass.cuobjdump(), "-lelf", "-lptx", str(image)], capture_output=True, text=True, timeout=100
-    )
+    command = [sass.cuobjdump(), "-lelf", "-lptx", str(image)]
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert re.search(r"sm_\d+\.cubin", listed.stdout), listed
     assert re.search(r"sm_\d+\.ptx", listed.stdout), listed
     assert set(sass.usage(image)) == KERNELS

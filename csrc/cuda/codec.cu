@@ -43,8 +43,8 @@ struct Float32 {
   using Storage = float;
   using Wide = float;
   static constexpr u32 kPerChunk = 4;
-  // Magnitudes from here on are infinite once stored.
-  static constexpr float kOverflow = __builtin_inff();
+  // The largest magnitude that is finite once stored.
+  static constexpr float kLargest = 0x1.fffffep127f;
   static __device__ __forceinline__ float load(float x) { return x; }
   static __device__ __forceinline__ float store(float x) { return x; }
   static __device__ __forceinline__ void load(uint4 chunk, float* wide) {
@@ -63,7 +63,7 @@ struct Float64 {
   using Storage = double;
   using Wide = double;
   static constexpr u32 kPerChunk = 2;
-  static constexpr double kOverflow = __builtin_inf();
+  static constexpr double kLargest = 0x1.fffffffffffffp1023;
   static __device__ __forceinline__ double load(double x) { return x; }
   static __device__ __forceinline__ double store(double x) { return x; }
   static __device__ __forceinline__ double of(u32 low, u32 high) {
@@ -177,11 +177,11 @@ struct BFloatPairs {
 #endif
 
 struct Float16 : TwoBytes<HalfPairs> {
-  static constexpr float kOverflow = 65520.0f;  // halfway to 2^16, ties to even
+  static constexpr float kLargest = 0x1.ffdffep15f;  // halfway to 2^16, which ties to even, is not
 };
 
 struct BFloat16 : TwoBytes<BFloatPairs> {
-  static constexpr float kOverflow = 0x1.ffp127f;  // halfway to 2^128, ties to even
+  static constexpr float kLargest = 0x1.fefffep127f;  // nor halfway to 2^128
 };
 
 // ---- what a thread learns of the elements that pass by
@@ -203,7 +203,7 @@ struct Watch {
 #pragma unroll
     for (u32 i = 0; i < kNumel; ++i) {
       sum += wide[i] * wide[i];
-      found = found | !(magnitude(wide[i]) < To::kOverflow);  // a NaN too
+      found = found | !(magnitude(wide[i]) <= To::kLargest);  // a NaN too
     }
     squares += sum;
     if (found) nonfinite = 1;
@@ -292,6 +292,7 @@ __device__ __forceinline__ void convert(typename To::Storage* out, const typenam
     u64 at = static_cast<u64>(threadIdx.x / kTeam) * T::kGroups + threadIdx.x % kTeam;
     uint4* to = reinterpret_cast<uint4*>(out) + at * T::kStores;
     const uint4* from = reinterpret_cast<const uint4*>(in) + at * T::kLoads;
+#pragma unroll 1
     for (; at + (T::kGroups - kTeam) < groups; at += stride) {
       convert_column<From, To, true, kStore>(to, from, T::kGroups, scale, eye);
       to += stride * T::kStores;

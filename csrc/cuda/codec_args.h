@@ -59,12 +59,14 @@ struct FlatArgs {
   float* result;      // sum_partials: *result += the sum of partials, in an order that hangs on blockDim alone
 };
 
+#ifndef __CUDACC_RTC__  // which takes no functions of the host
 // Blocks for the kernels over FlatArgs (any number is correct; the order of a norm's sum hangs on it).
 constexpr u32 kMaxFlatBlocks = 1024;
 constexpr u32 flat_blocks(u64 numel) {
   const u64 blocks = (numel + kPieceNumel - 1) / kPieceNumel;
   return blocks == 0 ? 1 : blocks > kMaxFlatBlocks ? kMaxFlatBlocks : static_cast<u32>(blocks);
 }
+#endif
 
 }  // namespace gpucomm::codec
 
