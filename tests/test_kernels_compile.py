@@ -17,6 +17,7 @@ from gpucomm.errors import CommError
 CODEC = vendor.ROOT / "csrc/cuda/codec.cu"
 ARCHS = (80, 90, 100)
 LOADS_IN_FLIGHT = 4
+MOST_REGISTERS = 48  # five blocks of 256 threads a multiprocessor
 HALVES_AND_FLOATS = ("f32", "f16", "bf16")
 PAIRS = [(a, b) for a in HALVES_AND_FLOATS for b in HALVES_AND_FLOATS] + [("f64", "f64")]
 CONVERTING = [f"{what}_{a}_{b}" for what in ("pack", "unpack") for a, b in PAIRS]
@@ -83,7 +84,7 @@ def test_nvcc_compiles_every_kernel_without_spills(from_nvcc, record_property):
     assert set(kernels) == KERNELS
     assert len(frames) == len(registers) == len(KERNELS)
     assert set(frames) == {("0", "0", "0")}
-    assert max(registers) <= 64  # 1024 threads a block may be launched
+    assert max(registers) <= MOST_REGISTERS
     record_property("registers", dict(zip(kernels, registers, strict=True)))
 
 
@@ -92,7 +93,7 @@ def test_nvrtc_compiles_every_kernel_without_spills(from_nvrtc):
     assert set(usage) == KERNELS
     for kernel, of in usage.items():
         assert (of["STACK"], of["LOCAL"]) == (0, 0), kernel
-        assert of["REG"] <= 64, kernel
+        assert of["REG"] <= MOST_REGISTERS, kernel
 
 
 def test_the_host_compiler_takes_the_kernels_without_a_warning(tmp_path):

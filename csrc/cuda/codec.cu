@@ -33,6 +33,20 @@ __device__ __forceinline__ const T* global(const void* address) {
 
 constexpr u32 kChunkBytes = sizeof(uint4);
 
+// In one instruction, whatever becomes of the words: left to itself the compiler may load halves.
+__device__ __forceinline__ uint4 load_chunk(const uint4* address) {
+#ifdef GPUCOMM_HOST_KERNELS
+  return *address;
+#else
+  uint4 chunk;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(chunk.x), "=r"(chunk.y), "=r"(chunk.z), "=r"(chunk.w)
+               : "l"(address)
+               : "memory");
+  return chunk;
+#endif
+}
+
 __device__ __forceinline__ bool aligned(const void* address) {
   return reinterpret_cast<u64>(address) % kChunkBytes == 0;
 }
@@ -261,7 +275,7 @@ __device__ __forceinline__ void convert_column(uint4* out, const uint4* in, u32 
   for (u32 k = 0; k < T::kAtOnce; ++k) {
 #pragma unroll
     for (u32 i = 0; i < T::kLoads; ++i) {
-      if (kWhole || k * kTeam < groups) chunks[k][i] = in[k * kTeam * T::kLoads + i];
+      if (kWhole || k * kTeam < groups) chunks[k][i] = load_chunk(in + k * kTeam * T::kLoads + i);
     }
   }
 #pragma unroll
@@ -440,9 +454,11 @@ __device__ __forceinline__ void sum_partials_of(const FlatArgs& args) {
 
 }  // namespace
 
-// At most 1024 threads, so at most 64 registers each.
+// Two of the largest blocks fit a multiprocessor, so a thread has 48 registers: with fewer the compilers wait for the
+// first load before the last is on its way, with more fewer blocks of the usual size are there to hide what each waits
+// for.
 #define GPUCOMM_KERNEL(name, Args, body) \
-  extern "C" __global__ void __launch_bounds__(1024) name(const __grid_constant__ Args args) { body; }
+  extern "C" __global__ void __launch_bounds__(kMaxBlockThreads, 2) name(const __grid_constant__ Args args) { body; }
 #define GPUCOMM_CONVERTING(from, From, to, To)                          \
   GPUCOMM_KERNEL(pack_##from##_##to, CodecArgs, (pack<From, To>(args))) \
   GPUCOMM_KERNEL(unpack_##from##_##to, CodecArgs, (unpack<From, To>(args)))

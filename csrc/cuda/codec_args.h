@@ -7,8 +7,10 @@ namespace gpucomm::codec {
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-// Launched with this many threads a block (any number is correct).
+// Launched with this many threads a block. Any number is correct, multiples of 32 are fast, more than kMaxBlockThreads
+// are refused by the driver.
 constexpr u32 kBlockThreads = 256;
+constexpr u32 kMaxBlockThreads = 640;
 
 // The longest piece that is fast: a block of kBlockThreads then has every 16-byte load of a 16-bit gradient in flight
 // at once, and a bucket of 25 MiB has several blocks for each multiprocessor. Longer ones are correct. Cut a gradient
