@@ -73,6 +73,13 @@ bool fake_run_until(CUstream_st* handle) {
   return stream && queues().run_before(*stream, "fake_run_until of " + stream->name);
 }
 
+bool fake_synchronize(CUstream_st* handle) {
+  Locked lock(queues().lock());
+  CUstream_st* stream = find_stream("fake_synchronize", handle);
+  return stream && fake_op(handle, "synchronisation of the host", nullptr, 0) &&
+         (queues().host_joins(stream->clock), true);
+}
+
 // ---- control.h: other accesses
 
 bool fake_op(CUstream_st* handle, const char* name, const FakeRange* ranges, size_t count) {
@@ -113,6 +120,27 @@ bool fake_register(const void* address, size_t bytes, const char* name, CUstream
   }
   stream->clock.join(queues().host_clock());
   accesses().begin(base, bytes, {stream->clock.tick(stream->line), accesses().site("allocation", stream->name)});
+  return true;
+}
+
+bool fake_adopt(const void* address, size_t bytes, const char* name) {
+  Locked lock(queues().lock());
+  CUstream_st* stream = find_stream("fake_adopt", nullptr);
+  if (!stream) return false;
+  const auto base = reinterpret_cast<uintptr_t>(address);
+  if (bytes == 0 || !memory().add(base, bytes, stream->context, name)) {
+    return misused("fake_adopt", std::string(name) + " is empty or overlaps what is live: " + memory().describe(base, bytes));
+  }
+  accesses().forget(base, bytes);
+  return true;
+}
+
+bool fake_forget(const void* address) {
+  Locked lock(queues().lock());
+  Allocation* allocation = memory().starting_at(reinterpret_cast<uintptr_t>(address));
+  if (!allocation || allocation->block) return misused("fake_forget", "not registered memory");
+  accesses().forget(allocation->base, allocation->bytes);
+  memory().release(*allocation);
   return true;
 }
 

@@ -28,6 +28,10 @@ FAKE_EXPORT bool fake_drain(void);
 /* Runs what work that were enqueued on the stream now would wait for, and nothing else. */
 FAKE_EXPORT bool fake_run_until(struct CUstream_st* stream);
 
+/* The same, and the host knows it: what it enqueues from here on is ordered after that. As a program does that reads a
+ * value back. */
+FAKE_EXPORT bool fake_synchronize(struct CUstream_st* stream);
+
 /* ---- other accesses than those of launches and copies */
 
 /* What a torch op on this stream read and wrote, just now: work that is enqueued and complete at once. */
@@ -40,6 +44,12 @@ FAKE_EXPORT bool fake_host_access(const void* address, size_t bytes, bool write,
 /* The memory is device memory from here on, of the current context's device, and allocated on that stream: whoever
  * touches it must be ordered after this point of it. */
 FAKE_EXPORT bool fake_register(const void* address, size_t bytes, const char* name, struct CUstream_st* stream);
+
+/* The same for memory whose life until now is over: whoever touches it need not be ordered after anything yet. */
+FAKE_EXPORT bool fake_adopt(const void* address, size_t bytes, const char* name);
+
+/* Not device memory any longer, without having been freed. */
+FAKE_EXPORT bool fake_forget(const void* address);
 
 /* It is freed, which counts as a write on the stream after what is enqueued on the streams `used` until now. What they are
  * ordered after is run first, as the memory may be gone after this call. */

@@ -25,7 +25,9 @@ CUstream_st& legacy_stream(CUctx_st& context) {
 CUstream_st* stream_of(StreamHandle handle) {
   const auto& contexts = thread_state().contexts;
   if (!handle || handle == reinterpret_cast<StreamHandle>(1)) {
-    return contexts.empty() ? nullptr : &legacy_stream(*contexts.back());
+    if (!contexts.empty()) return &legacy_stream(*contexts.back());
+    CUctx_st& first = driver().contexts[0];
+    return first.retained > 0 ? &legacy_stream(first) : nullptr;
   }
   return queues().streams().knows(handle) ? handle : nullptr;
 }

@@ -15,7 +15,7 @@
 
 #define GPUCOMM_FAKE_DECLARE(member, name, symbol, ...) \
   using name##Type = __VA_ARGS__;                       \
-  extern "C" FAKE_EXPORT name##Type name asm(symbol);
+  extern "C" FAKE_EXPORT name##Type name asm(#symbol);
 namespace fake {
 using namespace gpucomm::cuda;
 GPUCOMM_CUDA_FUNCTIONS(GPUCOMM_FAKE_DECLARE)
@@ -87,7 +87,8 @@ class Call {
 
 // The context's default stream, made at its first use.
 CUstream_st& legacy_stream(CUctx_st& context);
-// Null: no stream of the current context. For the control functions, which report nothing.
+// Null: not a stream. The legacy stream is the current context's, or the first device's where none is current (tensors
+// are freed on any thread).
 CUstream_st* stream_of(StreamHandle handle);
 
 }  // namespace fake

@@ -40,7 +40,10 @@ Result cuStreamGetCtx(StreamHandle handle, Context* context) {
   Call call("cuStreamGetCtx", Needs::kInit);
   if (call.is_refused()) return call.result();
   const CUstream_st* stream = stream_of(handle);
-  if (!stream) return call.misuse(handle ? kInvalidHandle : kInvalidContext, "not a stream");
+  if (!stream) return call.misuse(kInvalidHandle, "not a stream");
+  if (stream == stream->context->legacy && thread_state().contexts.empty()) {
+    return call.misuse(kInvalidContext, "the legacy stream of no current context");
+  }
   if (!stream->is_alive) return call.misuse(kInvalidHandle, stream->name + " was destroyed");
   *context = stream->context;
   return kSuccess;
