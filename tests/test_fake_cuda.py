@@ -34,30 +34,35 @@ def take_errors(control, kind):
 
 
 class Iteration:
-    """Gradients are made on two streams, packed, reduced, unpacked and applied on streams of their own; `dropped` is the
-    name of the ordering that is forgotten."""
+    """Two gradients are made on a stream each, packed into a bucket, reduced, unpacked and applied, each on a stream of
+    its own, and the bucket is used again; `dropped` is the name of the ordering that is forgotten."""
 
     ORDERINGS = (
         "upload before pack",
-        "producer before pack",
+        "first producer before pack",
         "second producer before pack",
         "pack before reduce",
         "reduce before unpack",
         "unpack before consumer",
         "unpack before the next pack",
+        "consumer before the next unpack",
         "pack before the gradient is freed",
+        "consumer before copy",
         "copy before the host reads",
     )
     ROUNDS = 2
+    # 2 * (first + second + table) of each round, summed.
+    RESULT = [2.0 * (1 + 10 + 1) + 2.0 * (2 + 10 + 1)] * NUMEL
 
     def __init__(self, program, dropped=None):
         self.program = program
         self.dropped = dropped
-        names = ("upload", "main", "second", "pack", "reduce", "unpack", "copy")
+        names = ("upload", "first", "second", "pack", "reduce", "unpack", "main", "copy")
         self.streams = {name: program.stream(name) for name in names}
-        self.table, self.bucket, self.other, self.param = (
-            program.allocate(NUMEL, name) for name in ("table", "bucket", "other gradient", "param")
+        self.table, self.bucket, self.reduced, self.param = (
+            program.allocate(NUMEL, name) for name in ("table", "bucket", "reduced", "param")
         )
+        self.others = [program.allocate(NUMEL, f"second gradient {i}") for i in range(self.ROUNDS)]
         self.gradients = [torch.zeros(NUMEL) for _ in range(self.ROUNDS)]
         self.pinned = program.made("cuMemHostAlloc", ctypes.c_size_t(4 * NUMEL), 0)
 
@@ -71,36 +76,38 @@ class Iteration:
         p.fill(self.table, NUMEL, 1.0, s["upload"])
         self.order("upload before pack", "upload", "pack")
         p.fill(self.param, NUMEL, 0.0, s["main"])
-        for i, gradient in enumerate(self.gradients):
-            address = gradient.data_ptr()
-            control.register(address, 4 * NUMEL, f"gradient {i}", s["main"])
-            p.fill(address, NUMEL, 1.0 + i, s["main"])
-            p.fill(self.other, NUMEL, 10.0, s["second"])
-            self.order("producer before pack", "main", "pack")
-            self.order("second producer before pack", "second", "pack")
-            p.copy_kernel(self.bucket, address, NUMEL, s["pack"])
-            p.axpy(self.bucket, self.other, NUMEL, s["pack"])
-            p.axpy(self.bucket, self.table, NUMEL, s["pack"])
-            self.order("pack before reduce", "pack", "reduce")
-            used = [] if self.dropped == "pack before the gradient is freed" else [s["pack"]]
-            control.unregister(address, s["main"], used)
-            p.axpy(self.bucket, self.bucket, NUMEL, s["reduce"])
-            self.order("reduce before unpack", "reduce", "unpack")
-            p.copy(self.other, self.bucket, NUMEL, s["unpack"])
-            self.order("unpack before consumer", "unpack", "main")
-            self.order("unpack before the next pack", "unpack", "pack")
-            p.axpy(self.param, self.other, NUMEL, s["main"])
-            p.order(s["main"], s["second"])
-        p.order(s["main"], s["copy"])
-        p.call("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(self.pinned), ctypes.c_uint64(self.param), ctypes.c_size_t(4 * NUMEL), ctypes.c_void_p(s["copy"]))  # fmt: skip
+        for i in range(self.ROUNDS):
+            self.round(i)
+        used = [] if self.dropped == "pack before the gradient is freed" else [s["pack"]]
+        for gradient in self.gradients:
+            control.unregister(gradient.data_ptr(), s["first"], used)
+        self.order("consumer before copy", "main", "copy")
+        p.copy_to_host(self.pinned, self.param, NUMEL, s["copy"])
         if self.dropped != "copy before the host reads":
             while not p.is_idle(s["copy"]):
                 pass
         control.host_access(self.pinned, 4 * NUMEL, False)
         return p.values(self.pinned, NUMEL)
 
-    # 2 * (gradient + other + table) of each round, summed.
-    RESULT = [2.0 * (1 + 10 + 1) + 2.0 * (2 + 10 + 1)] * NUMEL
+    def round(self, i):
+        p, s = self.program, self.streams
+        gradient = self.gradients[i].data_ptr()
+        p.control.register(gradient, 4 * NUMEL, f"first gradient {i}", s["first"])
+        p.fill(gradient, NUMEL, 1.0 + i, s["first"])
+        p.fill(self.others[i], NUMEL, 10.0, s["second"])
+        self.order("first producer before pack", "first", "pack")
+        self.order("second producer before pack", "second", "pack")
+        p.copy_kernel(self.bucket, gradient, NUMEL, s["pack"])
+        p.axpy(self.bucket, self.others[i], NUMEL, s["pack"])
+        p.axpy(self.bucket, self.table, NUMEL, s["pack"])
+        self.order("pack before reduce", "pack", "reduce")
+        p.axpy(self.bucket, self.bucket, NUMEL, s["reduce"])
+        self.order("reduce before unpack", "reduce", "unpack")
+        p.copy(self.reduced, self.bucket, NUMEL, s["unpack"])
+        self.order("unpack before consumer", "unpack", "main")
+        self.order("unpack before the next pack", "unpack", "pack")
+        p.axpy(self.param, self.reduced, NUMEL, s["main"])
+        self.order("consumer before the next unpack", "main", "unpack")
 
 
 def test_a_correct_program_is_right_in_every_order_and_nothing_is_reported(fake_cuda):
@@ -126,14 +133,15 @@ def test_a_dropped_ordering_is_reported_in_every_order(fake_cuda, dropped):
         fake_cuda.clear_reports()
 
 
-@pytest.mark.parametrize("dropped", Iteration.ORDERINGS[:6])
+@pytest.mark.parametrize("dropped", [name for name in Iteration.ORDERINGS if "freed" not in name])
 def test_values_are_wrong_in_some_order_without_an_ordering(fake_cuda, dropped):
     results = set()
     for seed in range(40):
         fake_cuda.reset()
         fake_cuda.order("random", seed)
         with Program(fake_cuda) as program:
-            results.add(tuple(Iteration(program, dropped).run()) == tuple(Iteration.RESULT))
+            results.add(Iteration(program, dropped).run() == Iteration.RESULT)
+            fake_cuda.drain()
         fake_cuda.clear_reports()
     assert False in results
 
@@ -143,7 +151,8 @@ def test_a_run_follows_from_its_seed(fake_cuda):
         fake_cuda.reset()
         fake_cuda.order("random", seed)
         with Program(fake_cuda) as program:
-            values = str(Iteration(program, "producer before pack").run())
+            values = str(Iteration(program, "first producer before pack").run())
+            fake_cuda.drain()
         texts = [report.text for report in fake_cuda.reports()]
         fake_cuda.clear_reports()
         return values, texts
@@ -445,6 +454,7 @@ def test_ordering_calls_are_counted_by_site_and_can_be_dropped(program):
 
 def test_a_capture_that_forks_and_joins_is_whole(program):
     main, side, memory = program.stream(), program.stream(), program.allocate(NUMEL)
+    program.fill(memory, NUMEL, 0.0, main)  # loads the kernel
     with program.control.capture(main):
         program.fill(memory, NUMEL, 1.0, main)
         program.order(main, side)
@@ -454,7 +464,8 @@ def test_a_capture_that_forks_and_joins_is_whole(program):
 
 def test_a_capture_must_join_what_it_forked(program):
     main, side, memory = program.stream(), program.stream("side"), program.allocate(NUMEL)
-    with pytest.raises(RuntimeError, match="invalid"), program.control.capture(main):  # noqa: PT012
+    program.fill(memory, NUMEL, 0.0, main)  # loads the kernel
+    with pytest.raises(RuntimeError, match="invalid"), program.control.capture(main):
         program.order(main, side)
         program.fill(memory, NUMEL, 2.0, side)
     assert take_errors(program.control, "misuse") == [
@@ -498,6 +509,7 @@ def test_torch_ops_are_work_on_the_current_stream(shim):
     x = torch.ones(8)
     with shim.stream(side):
         y = x * 2
+    shim.record_stream(x, side)
     assert y.tolist() == [2.0] * 8
     (text,) = take_errors(shim.control, "race")
     assert text.startswith("write by aten::ones on the legacy stream and read by aten::mul on side")

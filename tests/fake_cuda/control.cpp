@@ -70,7 +70,7 @@ bool fake_drain(void) {
 bool fake_run_until(CUstream_st* handle) {
   Locked lock(queues().lock());
   CUstream_st* stream = find_stream("fake_run_until", handle);
-  return stream && queues().run_before(*stream, "fake_run_until of " + stream->name);
+  return stream && queues().run_before({stream}, "fake_run_until of " + stream->name);
 }
 
 bool fake_synchronize(CUstream_st* handle) {
@@ -150,16 +150,15 @@ bool fake_unregister(const void* address, CUstream_st* handle, CUstream_st* cons
   const auto base = reinterpret_cast<uintptr_t>(address);
   Allocation* allocation = memory().starting_at(base);
   if (!stream || !allocation || allocation->block) return misused("fake_unregister", "not registered memory");
-  const std::string what = "free of " + allocation->name;
-  bool is_complete = queues().run_before(*stream, what);
-  Clock clock = stream->clock;
-  clock.join(queues().host_clock());
+  std::vector<CUstream_st*> streams{stream};
   for (size_t i = 0; i < used_count; ++i) {
     CUstream_st* other = find_stream("fake_unregister", used[i]);
     if (!other) return false;
-    is_complete &= queues().run_before(*other, what);
-    clock.join(other->clock);
+    streams.push_back(other);
   }
+  const bool is_complete = queues().run_before(streams, "free of " + allocation->name);
+  Clock clock = queues().host_clock();
+  for (const CUstream_st* other : streams) clock.join(other->clock);
   const Access access{stream->clock.tick(stream->line), accesses().site("free", stream->name)};
   accesses().write(base, allocation->bytes, access, clock);
   memory().release(*allocation);

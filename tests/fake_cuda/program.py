@@ -102,6 +102,10 @@ class Program:
         arguments = (ctypes.c_ulonglong(to), ctypes.c_ulonglong(source), ctypes.c_size_t(4 * numel), ctypes.c_void_p(stream))
         self.call("cuMemcpyDtoDAsync_v2", *arguments)
 
+    def copy_to_host(self, to: int, source: int, numel: int, stream: int) -> None:
+        arguments = (ctypes.c_void_p(to), ctypes.c_ulonglong(source), ctypes.c_size_t(4 * numel), ctypes.c_void_p(stream))
+        self.call("cuMemcpyDtoHAsync_v2", *arguments)
+
     @staticmethod
     def values(address: int, numel: int) -> list[float]:
         """As they are in memory now, whatever is still to run."""

@@ -189,9 +189,13 @@ bool Queues::run_until(const WorkPtr& work, const std::string& what) {
   return drive([&] { return work->done; }, &chosen, what);
 }
 
-bool Queues::run_before(CUstream_st& stream, const std::string& what) {
-  std::vector<WorkPtr> last = legacy_order(stream);
-  if (stream.tail) last.push_back(stream.tail);
+bool Queues::run_before(const std::vector<CUstream_st*>& streams, const std::string& what) {
+  std::vector<WorkPtr> last;
+  for (const CUstream_st* stream : streams) {
+    const std::vector<WorkPtr> others = legacy_order(*stream);
+    last.insert(last.end(), others.begin(), others.end());
+    if (stream->tail) last.push_back(stream->tail);
+  }
   Chosen chosen;
   for (const WorkPtr& work : last) add_before(work, chosen);
   return drive([&] { return std::all_of(last.begin(), last.end(), [](const WorkPtr& work) { return work->done; }); },

@@ -32,7 +32,8 @@ class Queues {
 
   // Drives. Each is false where it did not get to the end within the deadline, which is then reported as `what`.
   bool run_until(const WorkPtr& work, const std::string& what);
-  bool run_before(CUstream_st& stream, const std::string& what);  // all that work enqueued there now would wait for
+  // All that work enqueued on these now would wait for.
+  bool run_before(const std::vector<CUstream_st*>& streams, const std::string& what);
   bool drain(const std::string& what);
   // A few steps, as many as the adversary likes.
   void run_some();
