@@ -1,7 +1,11 @@
-"""The stand-in for the CUDA driver that GPU code is tested over: does it run what was asked for, in every order that the
-program permits, and does it notice what a device would not tell?"""
+"""The stand-in for the CUDA driver that GPU code is tested over.
+
+Does it run what was asked for, in every order that the program permits, and notice what a device would not tell?
+"""
 
 import ctypes
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -318,6 +322,69 @@ def test_freeing_memory_waits_for_the_device(program):
     program.fill(other, NUMEL, 1.0, program.stream())
 
 
+# ---- work of other libraries, and several threads
+
+
+def test_a_task_that_cannot_go_on_holds_up_its_own_stream_alone(program):
+    first, second, memory = program.stream("first"), program.stream("second"), program.allocate(2)
+    peer_is_here = []
+    program.task("all-reduce", first, lambda: bool(peer_is_here))
+    program.fill(memory, 1, 1.0, first)
+    program.fill(memory + 4, 1, 2.0, second)
+    program.control.deadline(0.05)
+    assert not program.control.drain()
+    (text,) = take_errors(program.control, "stuck")
+    assert "did not get to its end: first at all-reduce, 2 in all" in text
+    assert program.values(memory + 4, 1) == [2.0]
+    peer_is_here.append(True)
+    assert program.control.drain()
+    assert program.values(memory, 1) == [1.0]
+
+
+def test_a_task_is_ordered_and_checked_as_all_work_is(program):
+    first, second, memory = program.stream(), program.stream(), program.allocate(1)
+    dropped = []
+    program.task("reduce", first, lambda: True, lambda: dropped.append("reduce"), writes=((memory, 4),))
+    program.task("gather", second, lambda: True, lambda: dropped.append("gather"), writes=((memory, 4),))
+    (text,) = take_errors(program.control, "race")
+    assert "gather on stream" in text
+    assert "reduce on stream" in text
+    assert sorted(dropped) == ["gather", "reduce"]
+
+
+def test_a_task_that_declares_memory_that_is_not_there_never_steps(program):
+    memory, steps = program.allocate(1), []
+    program.task("reduce", program.stream(), lambda: bool(steps.append(1)), writes=((memory, 8),))
+    (text,) = take_errors(program.control, "memory")
+    assert text.endswith("past its end")
+    assert steps == []
+
+
+def test_threads_may_enqueue_and_drive_at_once(fake_cuda):
+    counts = []
+
+    def run(number):
+        with Program(fake_cuda) as program:
+            first, second, memory, event = program.stream(), program.stream(), program.allocate(NUMEL), program.event()
+            program.fill(memory, NUMEL, 0.0, first)
+            for _ in range(20):
+                program.order(first, second)
+                program.fill(memory, NUMEL, float(number), second)
+                program.order(second, first)
+                program.axpy(memory, memory, NUMEL, first)
+                program.record(event, first)
+                while not program.is_complete(event):
+                    pass
+                counts.append(program.values(memory, NUMEL) == [2.0 * number] * NUMEL)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counts == [True] * 80
+
+
 # ---- misuse
 
 
@@ -332,9 +399,8 @@ def test_calls_without_a_current_context_fail(fake_cuda):
 
 
 def test_calls_before_init_fail(fake_cuda):
-    with pytest.raises(DriverError, match="returned 3"):
-        Program(fake_cuda).made("cuDevicePrimaryCtxRetain", 0)
-    take_errors(fake_cuda, "misuse")
+    program = f"import ctypes; print(ctypes.CDLL({str(fake_cuda.path)!r}).cuDevicePrimaryCtxRetain(None, 0))"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "3\n"
 
 
 def test_handles_of_another_device_are_refused(fake_cuda):
@@ -465,9 +531,14 @@ def test_a_capture_that_forks_and_joins_is_whole(program):
 def test_a_capture_must_join_what_it_forked(program):
     main, side, memory = program.stream(), program.stream("side"), program.allocate(NUMEL)
     program.fill(memory, NUMEL, 0.0, main)  # loads the kernel
-    with pytest.raises(RuntimeError, match="invalid"), program.control.capture(main):
-        program.order(main, side)
-        program.fill(memory, NUMEL, 2.0, side)
+
+    def fork():
+        with program.control.capture(main):
+            program.order(main, side)
+            program.fill(memory, NUMEL, 2.0, side)
+
+    with pytest.raises(RuntimeError, match="invalid"):
+        fork()
     assert take_errors(program.control, "misuse") == [
         "fake_end_capture: side joined the capture and was not joined back"
     ]

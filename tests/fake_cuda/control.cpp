@@ -40,7 +40,6 @@ void fake_reset(void) {
   driver().events.clear();
   driver().modules.clear();
   driver().names.clear();
-  driver().is_initialised = false;
   driver().global_captures = 0;
   for (CUctx_st& context : driver().contexts) context = {};
   thread_state() = {};
@@ -116,7 +115,8 @@ bool fake_register(const void* address, size_t bytes, const char* name, CUstream
   if (!stream) return false;
   const auto base = reinterpret_cast<uintptr_t>(address);
   if (bytes == 0 || !memory().add(base, bytes, stream->context, name)) {
-    return misused("fake_register", std::string(name) + " is empty or overlaps what is live: " + memory().describe(base, bytes));
+    return misused("fake_register",
+                   std::string(name) + " is empty or overlaps what is live: " + memory().describe(base, bytes));
   }
   stream->clock.join(queues().host_clock());
   accesses().begin(base, bytes, {stream->clock.tick(stream->line), accesses().site("allocation", stream->name)});
@@ -129,7 +129,8 @@ bool fake_adopt(const void* address, size_t bytes, const char* name) {
   if (!stream) return false;
   const auto base = reinterpret_cast<uintptr_t>(address);
   if (bytes == 0 || !memory().add(base, bytes, stream->context, name)) {
-    return misused("fake_adopt", std::string(name) + " is empty or overlaps what is live: " + memory().describe(base, bytes));
+    return misused("fake_adopt",
+                   std::string(name) + " is empty or overlaps what is live: " + memory().describe(base, bytes));
   }
   accesses().forget(base, bytes);
   return true;
@@ -292,7 +293,8 @@ bool fake_end_capture(CUstream_st* handle) {
   Locked lock(queues().lock());
   CUstream_st* stream = find_stream("fake_end_capture", handle);
   if (!stream) return false;
-  if (!stream->capture || !stream->capture_origin) return misused("fake_end_capture", stream->name + " began no capture");
+  if (!stream->capture || !stream->capture_origin)
+    return misused("fake_end_capture", stream->name + " began no capture");
   bool is_whole = true;
   for (const auto& other : queues().streams().all()) {
     if (other->capture != stream->capture) continue;
@@ -367,7 +369,8 @@ void* fake_allocate(size_t bytes, size_t alignment, const char* name) {
   CUctx_st* context = current_context();
   if (!context || bytes == 0) return nullptr;
   if (memory().live_bytes(context) + bytes > script().machine.memory_bytes) return nullptr;
-  const Allocation& made = memory().allocate(bytes, alignment ? alignment : 512, Place::kDevice, context, name ? name : "");
+  const Allocation& made =
+      memory().allocate(bytes, alignment ? alignment : 512, Place::kDevice, context, name ? name : "");
   accesses().forget(made.base, bytes);
   return reinterpret_cast<void*>(made.base);
 }

@@ -194,7 +194,9 @@ class Control:
         """Of these kinds, or of all, in the order in which they were first made."""
         library = self.library
         found = [
-            Report(KINDS[library.fake_report_kind(i)], library.fake_report_text(i).decode(), library.fake_report_times(i))
+            Report(
+                KINDS[library.fake_report_kind(i)], library.fake_report_text(i).decode(), library.fake_report_times(i)
+            )
             for i in range(library.fake_report_count())
         ]
         return [report for report in found if not kinds or report.kind in kinds]
@@ -239,7 +241,8 @@ class Control:
     def sites(self) -> list[Site]:
         library = self.library
         return [
-            Site(library.fake_site_name(i).decode(), library.fake_site_calls(i)) for i in range(library.fake_site_count())
+            Site(library.fake_site_name(i).decode(), library.fake_site_calls(i))
+            for i in range(library.fake_site_count())
         ]
 
     @contextmanager
@@ -255,8 +258,10 @@ class Control:
 
     @contextmanager
     def capture(self, stream: int, mode: int = 0) -> Iterator[None]:
-        """A graph is captured on the stream within (mode: 0 global, 1 of this thread, 2 relaxed). Raises where its rules
-        were broken; the reports say how."""
+        """A graph is captured on the stream within (mode: 0 global, 1 of this thread, 2 relaxed).
+
+        Raises RuntimeError where its rules were broken; the reports say how.
+        """
         if not self.library.fake_begin_capture(stream, mode):
             raise RuntimeError(self.reports("misuse")[-1].text)
         try:

@@ -59,7 +59,8 @@ Result free(const Call& call, uintptr_t address, bool is_host) {
     return call.misuse(kInvalidValue, memory().describe(address, 0) + ", not the start of live memory");
   }
   if (allocation->is_host() != is_host) return call.misuse(kInvalidValue, allocation->name + " is of the other kind");
-  if (allocation->context != &call.context()) return call.misuse(kInvalidValue, allocation->name + " is on another device");
+  if (allocation->context != &call.context())
+    return call.misuse(kInvalidValue, allocation->name + " is on another device");
   synchronise_for_free(call, allocation->name);
   memory().release(*allocation);
   return kSuccess;
@@ -109,7 +110,8 @@ Result cuMemcpyHtoDAsync(DeviceAddress to, const void* from, size_t bytes, Strea
   if (!is_of_device(call, to, bytes, true)) return kInvalidValue;
   void* target = reinterpret_cast<void*>(to);
   if (memory().holding(reinterpret_cast<uintptr_t>(from))) {
-    return enqueue(call, stream, [=] { std::memcpy(target, from, bytes); }, {{from, bytes, false}, {target, bytes, true}});
+    return enqueue(call, stream, [=] { std::memcpy(target, from, bytes); },
+                   {{from, bytes, false}, {target, bytes, true}});
   }
   auto staged = std::make_shared<std::vector<char>>(bytes);
   std::memcpy(staged->data(), from, bytes);

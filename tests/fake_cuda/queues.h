@@ -1,8 +1,8 @@
 // The streams' queues and the adversary that runs them.
 //
-// Enqueueing computes the clocks and runs nothing. Whatever drives (a query, a drain, a torch op) runs work whose turn it
-// is: first in its stream, after all that it waits for. Which of several such streams comes next is the adversary's choice.
-// So every order that the program permits can happen, and no order is an accident of threads.
+// Enqueueing computes the clocks and runs nothing. Whatever drives (a query, a drain, a torch op) runs work whose turn
+// it is: first in its stream, after all that it waits for. Which of several such streams comes next is the adversary's
+// choice. So every order that the program permits can happen, and no order is an accident of threads.
 #pragma once
 
 #include <chrono>
@@ -58,6 +58,7 @@ class Queues {
 
   // One step of one piece of work; null: of any.
   Progress step_one(const Chosen* among);
+  CUstream_st& random_one(const std::vector<CUstream_st*>& ready);
   bool drive(const std::function<bool()>& is_over, const Chosen* among, const std::string& what);
   void step(CUstream_st& stream);
   void complete(CUstream_st& stream, Work& work);
