@@ -7,6 +7,7 @@ import ctypes
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -358,6 +359,30 @@ def test_a_task_that_declares_memory_that_is_not_there_never_steps(program):
     (text,) = take_errors(program.control, "memory")
     assert text.endswith("past its end")
     assert steps == []
+
+
+def test_what_nobody_drives_runs_once_that_is_asked_for(program):
+    memory = program.allocate(1)
+    program.control.drive_when_idle(0.001)
+    program.fill(memory, 1, 1.0, program.stream())
+    limit = time.monotonic() + 30
+    while program.values(memory, 1) != [1.0]:
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+    program.control.drive_when_idle(0)
+
+
+def test_host_and_device_memory_are_not_taken_for_each_other(program):
+    stream, device = program.stream(), program.allocate(1)
+    host = program.made("cuMemHostAlloc", ctypes.c_size_t(4), 0)
+    for misuse in (
+        lambda: program.copy(device, host, 1, stream),
+        lambda: program.copy_to_host(device, device, 1, stream),
+        lambda: program.free(host),
+    ):
+        with pytest.raises(DriverError, match="returned 1"):
+            misuse()
+    assert len(take_errors(program.control, "misuse")) == 3
 
 
 def test_threads_may_enqueue_and_drive_at_once(fake_cuda):

@@ -88,8 +88,8 @@ void Accesses::clear() {
 }
 
 Accesses& accesses() {
-  static Accesses instance;
-  return instance;
+  static Accesses* const instance = new Accesses;  // threads may outlive what is destroyed at exit
+  return *instance;
 }
 
 }  // namespace fake

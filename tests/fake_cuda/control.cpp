@@ -3,6 +3,7 @@
 
 #include "accesses.h"
 #include "driver.h"
+#include "idle_driver.h"
 #include "memory.h"
 
 using namespace fake;
@@ -35,6 +36,7 @@ extern "C" {
 // ---- control.h: the run
 
 void fake_reset(void) {
+  IdleDriver::start(0);
   Locked lock(queues().lock());
   queues().clear();
   driver().events.clear();
@@ -58,6 +60,8 @@ void fake_set_deadline(double seconds) {
   Locked lock(queues().lock());
   queues().set_deadline(seconds);
 }
+
+void fake_drive_when_idle(double seconds) { IdleDriver::start(seconds); }
 
 bool fake_drain(void) {
   Locked lock(queues().lock());

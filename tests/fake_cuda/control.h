@@ -23,6 +23,11 @@ FAKE_EXPORT void fake_set_order(int order, uint64_t seed);
 /* How long a drain and its kin wait for work that cannot go on (default 20 s). */
 FAKE_EXPORT void fake_set_deadline(double seconds);
 
+/* A device goes on by itself; here, a rank that drives nothing (it waits for a message that its peer will send after
+ * their collective) would hold up all. So a thread runs what can run once nothing has driven for so long and work is
+ * pending; 0: no such thread (the default, for runs that follow from their seed alone). */
+FAKE_EXPORT void fake_drive_when_idle(double seconds);
+
 /* Runs everything; false: not all of it within the deadline. Afterwards, red zones are checked. */
 FAKE_EXPORT bool fake_drain(void);
 

@@ -82,6 +82,7 @@ _TYPES = {
     "fake_reset": (None,),
     "fake_set_order": (None, ctypes.c_int, ctypes.c_uint64),
     "fake_set_deadline": (None, ctypes.c_double),
+    "fake_drive_when_idle": (None, ctypes.c_double),
     "fake_drain": (ctypes.c_bool,),
     "fake_run_until": (ctypes.c_bool, _stream),
     "fake_synchronize": (ctypes.c_bool, _stream),
@@ -140,6 +141,10 @@ class Control:
 
     def deadline(self, seconds: float) -> None:
         self.library.fake_set_deadline(seconds)
+
+    def drive_when_idle(self, seconds: float) -> None:
+        """A thread runs what can run once nothing else has driven for so long; 0: none. Not before a fork."""
+        self.library.fake_drive_when_idle(seconds)
 
     def drain(self) -> bool:
         """Runs everything. False: some of it did not get to its end within the deadline."""

@@ -156,8 +156,8 @@ void Memory::clear() {
 }
 
 Memory& memory() {
-  static Memory instance;
-  return instance;
+  static Memory* const instance = new Memory;  // threads may outlive what is destroyed at exit
+  return *instance;
 }
 
 }  // namespace fake

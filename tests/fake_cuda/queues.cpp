@@ -127,6 +127,7 @@ CUstream_st& Queues::random_one(const std::vector<CUstream_st*>& ready) {
 }
 
 Queues::Progress Queues::step_one(const Chosen* among) {
+  driven_ = std::chrono::steady_clock::now();
   std::vector<CUstream_st*> ready;
   bool is_blocked = false;
   for (const auto& stream : streams_.all()) {
@@ -229,6 +230,14 @@ void Queues::run_some() {
   }
 }
 
+void Queues::run_if_idle(std::chrono::steady_clock::time_point since) {
+  if (running_ || driven_ > since) return;
+  blocked_.clear();
+  while (step_one(nullptr) == Progress::kSome) {
+  }
+  driven_ = since;
+}
+
 bool Queues::is_idle(const CUstream_st& stream) const {
   if (!stream.pending.empty()) return false;
   const std::vector<WorkPtr> others = legacy_order(stream);
@@ -273,8 +282,8 @@ void Queues::clear() {
 }
 
 Queues& queues() {
-  static Queues instance;
-  return instance;
+  static Queues* const instance = new Queues;  // threads may outlive what is destroyed at exit
+  return *instance;
 }
 
 }  // namespace fake

@@ -35,6 +35,8 @@ class Queues {
   // All that work enqueued on these now would wait for.
   bool run_before(const std::vector<CUstream_st*>& streams, const std::string& what);
   bool drain(const std::string& what);
+  // All that can run without waiting, if nothing has driven since `since`.
+  void run_if_idle(std::chrono::steady_clock::time_point since);
   // A few steps, as many as the adversary likes.
   void run_some();
 
@@ -75,6 +77,7 @@ class Queues {
   Order order_ = Order::kRandom;
   std::mt19937_64 generator_{1};
   std::chrono::duration<double> deadline_{20.0};
+  std::chrono::steady_clock::time_point driven_{};  // last
   bool running_ = false;
 };
 
