@@ -148,8 +148,11 @@ void bind_engine(py::module_& module) {
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
       .def(py::init([](std::shared_ptr<Transport> transport, std::shared_ptr<Stream> stream,
                        std::shared_ptr<Trace> trace, size_t parameters, bool average, size_t piece_bytes) {
-             return std::make_shared<Engine>(std::move(transport), std::move(stream), std::make_shared<CpuCodec>(),
-                                             std::move(trace), parameters, average, piece_bytes);
+             return std::make_shared<Engine>(EngineParts{.transport = std::move(transport),
+                                                         .stream = std::move(stream),
+                                                         .codec = std::make_shared<CpuCodec>(),
+                                                         .trace = std::move(trace)},
+                                             parameters, average, piece_bytes);
            }),
            py::arg("transport"), py::arg("stream"), py::arg("trace"), py::arg("parameters"), py::arg("average") = true,
            py::arg("piece_bytes") = 0)

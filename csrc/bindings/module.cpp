@@ -6,6 +6,7 @@ PYBIND11_MODULE(_core, module) {
   module.doc() = "The torch-free engine of gpucomm. Private: use the package `gpucomm`.";
   gpucomm::register_errors();
   gpucomm::bind_memory_and_transports(module);
+  gpucomm::bind_cuda(module);
   gpucomm::bind_communicator(module);
   gpucomm::bind_engine(module);
   gpucomm::bind_grad_hook(module);

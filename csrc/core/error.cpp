@@ -13,7 +13,8 @@ PeerFailed::PeerFailed(const std::string& message, const PeerFailed& earlier)
 static std::string timeout_text(const std::vector<int>& missing, double timeout_s, const std::string& what) {
   char seconds[32];
   std::snprintf(seconds, sizeof seconds, "%g s", timeout_s);
-  return what + ": " + ranks_text(missing) + " did not come within " + seconds;
+  const std::string who = missing.empty() ? "not complete" : ranks_text(missing) + " did not come";
+  return what + ": " + who + " within " + seconds;
 }
 
 CommTimeout::CommTimeout(std::vector<int> missing_ranks, double timeout_s, const std::string& what)

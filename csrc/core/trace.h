@@ -12,13 +12,15 @@
 
 namespace gpucomm {
 
-// The five stages, and what can stand between them. A gradient is packed as soon as it is ready: the engine records the
-// pack, which begins at that moment, and readers of the trace get both events from it.
-enum class TraceKind : uint16_t { kReady, kPack, kReduce, kUnpack, kStep, kWait, kHeader };
-inline constexpr int kTraceKindCount = 7;
+// The five stages, and what can stand between them. A gradient that is packed as soon as it is ready gives one event,
+// the pack, which begins at that moment, and readers of the trace get both from it. A bucket that is packed as a whole
+// gives a ready for each gradient and one pack_bucket.
+enum class TraceKind : uint16_t { kReady, kPack, kReduce, kUnpack, kStep, kWait, kHeader, kPackBucket };
+inline constexpr int kTraceKindCount = 8;
 
 constexpr std::string_view name_of(TraceKind kind) {
-  constexpr std::string_view names[kTraceKindCount] = {"ready", "pack", "reduce", "unpack", "step", "wait", "header"};
+  constexpr std::string_view names[kTraceKindCount] = {"ready", "pack", "reduce", "unpack",
+                                                       "step",  "wait", "header", "pack_bucket"};
   return names[static_cast<int>(kind)];
 }
 
@@ -26,7 +28,7 @@ struct TraceEvent {
   uint64_t begin_ticks;
   uint64_t end_ticks;
   uint64_t bytes;
-  int32_t id;  // ready, pack: parameter; reduce, unpack, wait: bucket (-1: the whole iteration)
+  int32_t id;  // ready, pack: parameter; pack_bucket, reduce, unpack, wait: bucket (-1: the whole iteration)
   TraceKind kind;
   uint16_t iteration;  // low 16 bits
 };

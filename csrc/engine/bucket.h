@@ -8,6 +8,7 @@
 
 #include "core/stream.h"
 #include "core/types.h"
+#include "kernels/bucket_codec.h"
 #include "transport/transport.h"
 
 namespace gpucomm {
@@ -34,12 +35,16 @@ struct Bucket {
   size_t unpacked_bytes = 0;        // of gradients that do not stay in their slots
   bool held = false;                // not launched before the end of backward
   // Of this iteration:
-  size_t pending = 0;   // slots not yet packed
+  size_t pending = 0;   // slots not yet ready
   size_t in_order = 0;  // slots packed before the first one that is not
   size_t packed = 0;    // elements from the start without a gap
   size_t launched = 0;  // elements from the start whose reduction was started
   Event reduced;        // recorded when the last piece was launched
   uint64_t launch_ticks = 0;
+  // Of a bucket that is packed as a whole: by slot, where its gradient lies, and the streams of the program on which
+  // they were made.
+  std::vector<GradPointer> grads;
+  std::vector<Caller> producers;
 };
 
 }  // namespace gpucomm

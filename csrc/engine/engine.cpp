@@ -9,29 +9,33 @@ namespace gpucomm {
 
 static size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
-Engine::Engine(std::shared_ptr<Transport> transport, std::shared_ptr<Stream> stream, std::shared_ptr<Codec> codec,
-               std::shared_ptr<Trace> trace, size_t parameters, bool average, size_t piece_bytes)
-    : transport_(std::move(transport)),
-      stream_(std::move(stream)),
-      codec_(std::move(codec)),
-      trace_(std::move(trace)),
+Engine::Engine(EngineParts parts, size_t parameters, bool average, size_t piece_bytes)
+    : parts_(std::move(parts)),
       piece_bytes_(piece_bytes),
       slots_(parameters),
       packed_(parameters, 0),
+      counted_(parameters, 0),
       used_(parameters),
       second_round_(parameters),
       header_bytes_(round_up(sizeof(HeaderWords) + 2 * used_.words().size_bytes(), 64)),
       verdict_(parameters) {
-  if (average) {
-    (transport_->scales_in_reduce() ? reduce_scale_ : pack_scale_) = 1.0 / transport_->size();
+  GPUCOMM_ASSERT((parts_.codec == nullptr) != (parts_.bucket_codec == nullptr), "one codec");
+  GPUCOMM_ASSERT(!parts_.bucket_codec || piece_bytes == 0, "pieces of " + std::to_string(piece_bytes) + " bytes");
+  if (!parts_.control_transport) {
+    parts_.control_transport = parts_.transport;
+    parts_.control_stream = parts_.stream;
   }
-  header_memory_.resize(header_bytes_ * static_cast<size_t>(transport_->size() + 1));
+  if (average) {
+    (parts_.transport->scales_in_reduce() ? reduce_scale_ : pack_scale_) = 1.0 / parts_.transport->size();
+  }
+  header_memory_.resize(header_bytes_ * static_cast<size_t>(parts_.transport->size() + 1));
   ready_order_.reserve(parameters);
 }
 
 void Engine::set_plan(std::vector<BucketSpec> specs, uint64_t layout_hash) {
   GPUCOMM_ASSERT(mode_ == Mode::kIdle, "set_plan inside a backward");
   buckets_.clear();
+  launched_ = reduced_ = 0;
   slots_.assign(slots_.size(), Slot{});
   for (BucketSpec& spec : specs) {
     const auto index = static_cast<int32_t>(buckets_.size());
@@ -56,6 +60,16 @@ void Engine::set_plan(std::vector<BucketSpec> specs, uint64_t layout_hash) {
     bucket.memory = std::move(spec.memory);
   }
   layout_hash_ = layout_hash;
+  if (!parts_.bucket_codec) return;
+  std::vector<BucketLayout> layouts;
+  for (const Bucket& bucket : buckets_) {
+    BucketLayout& layout = layouts.emplace_back(BucketLayout{bucket.memory.address, bucket.dtype, {}});
+    for (int32_t parameter : bucket.parameters) {
+      const Slot& slot = slots_[static_cast<size_t>(parameter)];
+      layout.slots.push_back({slot.offset, slot.numel});
+    }
+  }
+  parts_.bucket_codec->set_plan(layouts);
 }
 
 void Engine::replace_memory(size_t index, Memory memory) {
@@ -70,6 +84,7 @@ void Engine::replace_memory(size_t index, Memory memory) {
     if (stays) slot.grad = slot.address;
   }
   bucket.memory = std::move(memory);
+  if (parts_.bucket_codec) parts_.bucket_codec->move_bucket(index, bucket.memory.address);
 }
 
 void Engine::unpack_to(int32_t parameter, void* grad, DType grad_dtype) {
@@ -91,13 +106,14 @@ void Engine::hand_over_to(TakeBucket take) {
 
 void Engine::mark_reduced(size_t index) {
   const Bucket& bucket = buckets_.at(index);
-  trace_->record(TraceKind::kReduce, static_cast<int32_t>(index), bucket.launch_ticks, ticks(),
-                 bucket.numel * size_of(bucket.dtype), iteration_);
-  if (bucket.unpacked_bytes > 0) unpack(index);
+  parts_.trace->record(TraceKind::kReduce, static_cast<int32_t>(index), bucket.launch_ticks, ticks(),
+                       bucket.numel * size_of(bucket.dtype), iteration_);
+  if (bucket.unpacked_bytes > 0 && !parts_.stream->runs_by_itself()) unpack(index);
 }
 
 void Engine::arm() {
   GPUCOMM_ASSERT(mode_ == Mode::kIdle, "arm inside a backward");
+  if (parts_.stream->runs_by_itself()) note_reduced();  // what was not complete when the last iteration ended
   mode_ = Mode::kReduce;
   adopt_thread();
   ++iteration_;
@@ -108,23 +124,78 @@ void Engine::arm() {
   ready_order_.clear();
   nonfinite_parameter_ = -1;
   packed_.assign(packed_.size(), 0);
+  counted_.assign(counted_.size(), 0);
   second_round_.clear();
   for (Bucket& bucket : buckets_) {
     bucket.pending = bucket.parameters.size();
     bucket.in_order = bucket.packed = bucket.launched = 0;
+    if (!parts_.bucket_codec) continue;
+    bucket.grads.assign(bucket.parameters.size(), {});
+    bucket.producers.clear();
   }
+  if (!parts_.bucket_codec) return;
+  lead_caller();
+  if (check_finite_) parts_.bucket_codec->begin_check(caller_);
 }
 
 void Engine::mark_ready(int32_t parameter, const void* grad, DType grad_dtype) {
   const Slot& slot = slots_[static_cast<size_t>(parameter)];
   const uint64_t ready = ticks();
   const size_t bytes = slot.numel * size_of(slot.dtype);
-  pack_in_pieces(parameter, grad, grad_dtype);
-  trace_->record(TraceKind::kPack, parameter, ready, ticks(), bytes, iteration_);
   used_.set(static_cast<size_t>(parameter));
+  if (parts_.bucket_codec) {
+    const bool again = counted_[static_cast<size_t>(parameter)] != 0;
+    note_grad(parameter, grad, grad_dtype);
+    if (again) return;
+    parts_.trace->record(TraceKind::kReady, parameter, ready, ready, bytes, iteration_);
+  } else {
+    pack_in_pieces(parameter, grad, grad_dtype);
+    parts_.trace->record(TraceKind::kPack, parameter, ready, ticks(), bytes, iteration_);
+  }
   ready_order_.push_back(parameter);
   count_down(parameter);
   launch_packed();
+}
+
+// Where the gradient lies, until its bucket is packed. What lies in the slot already is not the parameter's `.grad`, so
+// nothing more can be added to it.
+void Engine::note_grad(int32_t parameter, const void* grad, DType grad_dtype) {
+  const Slot& slot = slots_[static_cast<size_t>(parameter)];
+  Bucket& bucket = bucket_of(slot);
+  bucket.grads[slot.order] = {const_cast<void*>(grad), grad_dtype};
+  if (grad == nullptr || grad == slot.grad) packed_[static_cast<size_t>(parameter)] = 1;
+  if (std::find(bucket.producers.begin(), bucket.producers.end(), caller_) == bucket.producers.end()) {
+    bucket.producers.push_back(caller_);
+  }
+}
+
+// As work of the caller's, after what the other streams made for it.
+void Engine::pack_bucket(size_t index) {
+  Bucket& bucket = buckets_[index];
+  const uint64_t begin = ticks();
+  lead_caller();
+  for (Caller producer : bucket.producers) parts_.stream->order(producer, caller_);
+  parts_.bucket_codec->pack(index, bucket.grads, pack_scale_, check_finite_, caller_);
+  parts_.stream->follow(caller_);
+  releasing_.clear();
+  for (size_t i = 0; i < bucket.parameters.size(); ++i) {
+    uint8_t& packed = packed_[static_cast<size_t>(bucket.parameters[i])];
+    if (!packed) releasing_.push_back(bucket.parameters[i]);
+    packed = 1;
+  }
+  bucket.packed = bucket.numel;
+  parts_.trace->record(TraceKind::kPackBucket, static_cast<int32_t>(index), begin, ticks(),
+                       bucket.numel * size_of(bucket.dtype), iteration_);
+  std::erase(bucket.producers, caller_);
+  bucket.producers.insert(bucket.producers.begin(), caller_);
+  if (release_) release_(releasing_, bucket.producers);
+}
+
+// A stream of the program that did not take the last means may still run ahead of their reduction.
+void Engine::lead_caller() {
+  if (std::find(led_.begin(), led_.end(), caller_) != led_.end()) return;
+  parts_.stream->lead(caller_, last_reduced_);
+  led_.push_back(caller_);
 }
 
 size_t Engine::piece_numel(const Bucket& bucket) const {
@@ -143,8 +214,8 @@ void Engine::pack_in_pieces(int32_t parameter, const void* grad, DType grad_dtyp
     size_t numel = slot.numel - done;
     if (in_order && piece > 0) numel = std::min(numel, piece - (slot.offset + done) % piece);
     std::byte* to = slot.address + done * size_of(slot.dtype);
-    codec_->pack(to, slot.dtype, static_cast<const std::byte*>(grad) + done * size_of(grad_dtype), grad_dtype, numel,
-                 pack_scale_);
+    parts_.codec->pack(to, slot.dtype, static_cast<const std::byte*>(grad) + done * size_of(grad_dtype), grad_dtype,
+                       numel, pack_scale_);
     check_finite(parameter, to, slot.dtype, numel);
     done += numel;
     if (in_order && done < slot.numel) {
@@ -156,19 +227,33 @@ void Engine::pack_in_pieces(int32_t parameter, const void* grad, DType grad_dtyp
 
 void Engine::complete(int32_t parameter, const void* grad, DType grad_dtype) {
   const Slot& slot = slots_[static_cast<size_t>(parameter)];
-  if (grad == nullptr) {
-    codec_->zero(slot.address, slot.numel * size_of(slot.dtype));
+  if (parts_.bucket_codec) {
+    note_grad(parameter, grad, grad_dtype);
+    packed_[static_cast<size_t>(parameter)] = 1;
+  } else if (grad == nullptr) {
+    parts_.codec->zero(slot.address, slot.numel * size_of(slot.dtype));
   } else {
-    codec_->pack(slot.address, slot.dtype, grad, grad_dtype, slot.numel, pack_scale_);
+    parts_.codec->pack(slot.address, slot.dtype, grad, grad_dtype, slot.numel, pack_scale_);
     check_finite(parameter, slot.address, slot.dtype, slot.numel);
   }
   count_down(parameter);
 }
 
+int32_t Engine::nonfinite_parameter() {
+  if (!parts_.bucket_codec || !check_finite_) return nonfinite_parameter_;
+  const std::vector<int32_t> found = parts_.bucket_codec->read_check(caller_);
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (found[i] < 0) continue;
+    const int32_t parameter = buckets_[i].parameters.at(static_cast<size_t>(found[i]));
+    if (nonfinite_parameter_ < 0 || parameter < nonfinite_parameter_) nonfinite_parameter_ = parameter;
+  }
+  return nonfinite_parameter_;
+}
+
 // Before what was packed is launched: a peer may write its mean there from then on.
 void Engine::check_finite(int32_t parameter, const void* packed, DType dtype, size_t numel) {
   if (!check_finite_ || (nonfinite_parameter_ >= 0 && nonfinite_parameter_ <= parameter)) return;
-  if (codec_->first_nonfinite(packed, dtype, numel) >= 0) nonfinite_parameter_ = parameter;
+  if (parts_.codec->first_nonfinite(packed, dtype, numel) >= 0) nonfinite_parameter_ = parameter;
 }
 
 void Engine::mark_packed(int32_t parameter) {
@@ -182,10 +267,17 @@ void Engine::request_second_round(int32_t parameter) {
 }
 
 void Engine::count_down(int32_t parameter) {
-  Bucket& bucket = bucket_of(slots_[static_cast<size_t>(parameter)]);
-  GPUCOMM_ASSERT(bucket.pending > 0 && !packed(parameter), "parameter " + std::to_string(parameter));
-  packed_[static_cast<size_t>(parameter)] = 1;
+  const int32_t index = slots_[static_cast<size_t>(parameter)].bucket;
+  Bucket& bucket = buckets_[static_cast<size_t>(index)];
+  uint8_t& counted = counted_[static_cast<size_t>(parameter)];
+  GPUCOMM_ASSERT(bucket.pending > 0 && !counted, "parameter " + std::to_string(parameter));
+  counted = 1;
   --bucket.pending;
+  if (parts_.bucket_codec) {
+    if (bucket.pending == 0) pack_bucket(static_cast<size_t>(index));
+    return;
+  }
+  packed_[static_cast<size_t>(parameter)] = 1;
   const size_t before = bucket.in_order;
   while (bucket.in_order < bucket.parameters.size() && packed(bucket.parameters[bucket.in_order])) ++bucket.in_order;
   if (bucket.in_order == bucket.parameters.size()) {
@@ -204,12 +296,12 @@ void Engine::launch_packed() {
     if (bucket.launched < bucket.numel || bucket.pending > 0) break;
     if (bucket.numel == 0) {
       bucket.launch_ticks = ticks();
-      bucket.reduced = stream_->record();
+      bucket.reduced = parts_.stream->record();
     }
     ++launched_;
   }
   if (!any) return;
-  stream_->progress();
+  parts_.stream->progress();
   note_reduced();
 }
 
@@ -220,23 +312,26 @@ bool Engine::launch_next_piece(Bucket& bucket) {
   if (end == bucket.launched || end > bucket.packed) return false;
   if (bucket.launched == 0) bucket.launch_ticks = ticks();
   void* address = static_cast<std::byte*>(bucket.memory.address) + bucket.launched * size_of(bucket.dtype);
-  transport_->start({.kind = CollectiveKind::kAllReduce,
-                     .dtype = bucket.dtype,
-                     .op = ReduceOp::kSum,
-                     .numel = end - bucket.launched,
-                     .scale = is_floating(bucket.dtype) ? reduce_scale_ : 1.0,
-                     .in = address,
-                     .out = address},
-                    *stream_);
+  parts_.transport->start({.kind = CollectiveKind::kAllReduce,
+                           .dtype = bucket.dtype,
+                           .op = ReduceOp::kSum,
+                           .numel = end - bucket.launched,
+                           .scale = is_floating(bucket.dtype) ? reduce_scale_ : 1.0,
+                           .in = address,
+                           .out = address},
+                          *parts_.stream);
   bucket.launched = end;
-  if (end == bucket.numel) bucket.reduced = stream_->record();
+  if (end < bucket.numel) return true;
+  if (parts_.stream->runs_by_itself() && bucket.unpacked_bytes > 0)
+    unpack(static_cast<size_t>(&bucket - buckets_.data()));
+  bucket.reduced = parts_.stream->record();
   return true;
 }
 
 bool Engine::hand_over(Bucket& bucket) {
   if (bucket.pending > 0 || bucket.launched == bucket.numel) return false;
   bucket.launch_ticks = ticks();
-  bucket.reduced = stream_->record();
+  bucket.reduced = parts_.stream->record();
   bucket.launched = bucket.numel;  // also where it raises: it is not asked twice
   if (take_(static_cast<size_t>(&bucket - buckets_.data()), ending_)) return true;
   bucket.launched = 0;
@@ -245,7 +340,7 @@ bool Engine::hand_over(Bucket& bucket) {
 
 // Which buckets were reduced by now, as far as this rank has seen: it looks when a bucket is launched and at the end.
 void Engine::note_reduced() {
-  while (reduced_ < launched_ && stream_->query(buckets_[reduced_].reduced)) {
+  while (reduced_ < launched_ && parts_.stream->query(buckets_[reduced_].reduced)) {
     if (!take_) mark_reduced(reduced_);
     ++reduced_;
   }
@@ -254,14 +349,27 @@ void Engine::note_reduced() {
 // While backward still runs, if the bucket is reduced by then: its gradients were taken from their parameters when they
 // were packed, so nobody looks at the memory that is written here.
 void Engine::unpack(size_t index) {
-  const Bucket& bucket = buckets_[index];
+  Bucket& bucket = buckets_[index];
   const uint64_t begin = ticks();
+  if (parts_.bucket_codec) {
+    for (size_t i = 0; i < bucket.parameters.size(); ++i) {
+      const Slot& slot = slots_[static_cast<size_t>(bucket.parameters[i])];
+      bucket.grads[i] = slot.grad_dtype == slot.dtype ? GradPointer{} : GradPointer{slot.grad, slot.grad_dtype};
+    }
+    parts_.bucket_codec->unpack(index, bucket.grads, *parts_.stream);
+  } else {
+    unpack_slots(bucket);
+  }
+  parts_.trace->record(TraceKind::kUnpack, static_cast<int32_t>(index), begin, ticks(), bucket.unpacked_bytes,
+                       iteration_);
+}
+
+void Engine::unpack_slots(const Bucket& bucket) {
   for (int32_t parameter : bucket.parameters) {
     const Slot& slot = slots_[static_cast<size_t>(parameter)];
     if (slot.grad_dtype == slot.dtype) continue;
-    codec_->unpack(slot.grad, slot.grad_dtype, slot.address, slot.dtype, slot.numel, 1.0);
+    parts_.codec->unpack(slot.grad, slot.grad_dtype, slot.address, slot.dtype, slot.numel, 1.0);
   }
-  trace_->record(TraceKind::kUnpack, static_cast<int32_t>(index), begin, ticks(), bucket.unpacked_bytes, iteration_);
 }
 
 std::vector<int32_t> Engine::missing() const {
@@ -270,7 +378,7 @@ std::vector<int32_t> Engine::missing() const {
   for (const Bucket& bucket : buckets_) any |= bucket.pending > 0;
   if (!any) return result;
   for (size_t i = 0; i < slots_.size(); ++i) {
-    if (slots_[i].bucket >= 0 && !packed_[i]) result.push_back(static_cast<int32_t>(i));
+    if (slots_[i].bucket >= 0 && !counted_[i]) result.push_back(static_cast<int32_t>(i));
   }
   return result;
 }
@@ -285,26 +393,38 @@ const Verdict& Engine::finish(const HeaderWords& words) {
   launch_rest();
   GPUCOMM_ASSERT(launched_ == buckets_.size(), std::to_string(launched_) + " of " + std::to_string(buckets_.size()));
   start_header(words);
-  const Event header = stream_->record();
-  stream_->progress();
+  const Event header = parts_.control_stream->record();
+  parts_.control_stream->progress();
+  if (parts_.stream->runs_by_itself()) {
+    // The program's stream waits, and the ranks' hosts only for each other.
+    led_.clear();
+    last_reduced_ = parts_.stream->record();
+    lead_caller();
+    note_reduced();
+  } else {
+    wait_for_buckets();
+  }
+  const uint64_t begin = ticks();
+  parts_.control_stream->synchronize(header);
+  note_wait(begin, -1, header_bytes_);
+  parts_.trace->record(TraceKind::kHeader, -1, begin, ticks(), header_bytes_, iteration_);
+  read_verdict();
+  return verdict_;
+}
+
+void Engine::wait_for_buckets() {
   for (note_reduced(); reduced_ < launched_; note_reduced()) {
     const Bucket& bucket = buckets_[reduced_];
     const uint64_t begin = ticks();
-    stream_->synchronize(bucket.reduced);
+    parts_.stream->synchronize(bucket.reduced);
     note_wait(begin, static_cast<int32_t>(reduced_), bucket.numel * size_of(bucket.dtype));
   }
-  const uint64_t begin = ticks();
-  stream_->synchronize(header);
-  note_wait(begin, -1, header_bytes_);
-  trace_->record(TraceKind::kHeader, -1, begin, ticks(), header_bytes_, iteration_);
-  read_verdict();
-  return verdict_;
 }
 
 void Engine::note_wait(uint64_t begin_ticks, int32_t id, size_t bytes) {
   const uint64_t end = ticks();
   wait_ticks_ += static_cast<int64_t>(end - begin_ticks);
-  trace_->record(TraceKind::kWait, id, begin_ticks, end, bytes, iteration_);
+  parts_.trace->record(TraceKind::kWait, id, begin_ticks, end, bytes, iteration_);
 }
 
 void Engine::start_header(const HeaderWords& words) {
@@ -313,18 +433,18 @@ void Engine::start_header(const HeaderWords& words) {
   std::memcpy(mine, &words, sizeof words);
   std::memcpy(mine + sizeof words, used_.words().data(), bitmap_bytes);
   std::memcpy(mine + sizeof words + bitmap_bytes, second_round_.words().data(), bitmap_bytes);
-  transport_->start({.kind = CollectiveKind::kAllGather,
-                     .dtype = DType::kUInt8,
-                     .numel = header_bytes_,
-                     .in = mine,
-                     .out = mine + header_bytes_},
-                    *stream_);
+  parts_.control_transport->start({.kind = CollectiveKind::kAllGather,
+                                   .dtype = DType::kUInt8,
+                                   .numel = header_bytes_,
+                                   .in = mine,
+                                   .out = mine + header_bytes_},
+                                  *parts_.control_stream);
 }
 
 void Engine::read_verdict() {
   const std::byte* theirs = header_memory_.data() + header_bytes_;
   const size_t bitmap_words = used_.words().size();
-  verdict_.ranks.resize(static_cast<size_t>(transport_->size()));
+  verdict_.ranks.resize(static_cast<size_t>(parts_.transport->size()));
   verdict_.used.clear();
   verdict_.used_by_all.fill();
   verdict_.second_round.clear();

@@ -7,7 +7,9 @@
 //   complete() per slot whose parameter got no gradient
 //   finish()                launches what is left, exchanges the header, waits for everything
 //
-// It is given a transport, a stream and a codec and never learns what device it serves.
+// It is given transports, streams and a codec and never learns what device it serves. Two ways to pack, by the codec it
+// is given: each gradient at once (Codec), or a bucket once all its gradients are ready (BucketCodec), which until then
+// stay where they are and may still be added to.
 #pragma once
 
 #include <cstddef>
@@ -22,6 +24,7 @@
 #include "core/trace.h"
 #include "engine/bucket.h"
 #include "engine/header.h"
+#include "kernels/bucket_codec.h"
 #include "kernels/codec.h"
 #include "transport/transport.h"
 
@@ -44,6 +47,23 @@ struct BucketSpec {
 // Takes over the reduction of a packed bucket. False: not now, ask again; `must`: at the end of backward it has to.
 using TakeBucket = std::function<bool(size_t bucket, bool must)>;
 
+// A bucket was packed as a whole: the gradients of these parameters are not needed any more where they lay. producers:
+// the streams of the program on which they were made, and on which they may still be read: the first one packed them.
+using ReleaseGrads = std::function<void(std::span<const int32_t> parameters, std::span<const Caller> producers)>;
+
+// What an engine works with. Exactly one of the codecs; what is left out of control, its collectives go with the
+// buckets.
+struct EngineParts {
+  std::shared_ptr<Transport> transport = nullptr;
+  std::shared_ptr<Stream> stream = nullptr;
+  std::shared_ptr<Codec> codec = nullptr;
+  std::shared_ptr<BucketCodec> bucket_codec = nullptr;
+  // What carries the headers, where the buckets' transport reaches only a device's memory.
+  std::shared_ptr<Transport> control_transport = nullptr;
+  std::shared_ptr<Stream> control_stream = nullptr;
+  std::shared_ptr<Trace> trace = nullptr;
+};
+
 class Engine {
  public:
   enum class Mode : uint8_t {
@@ -54,8 +74,7 @@ class Engine {
 
   // average: divide by the number of ranks (else the sum is wanted). piece_bytes: buckets are packed and reduced in
   // pieces of this size, 0: as a whole. Small pieces are reduced while they are in cache; the same on every rank.
-  Engine(std::shared_ptr<Transport> transport, std::shared_ptr<Stream> stream, std::shared_ptr<Codec> codec,
-         std::shared_ptr<Trace> trace, size_t parameters, bool average, size_t piece_bytes);
+  Engine(EngineParts parts, size_t parameters, bool average, size_t piece_bytes);
 
   // Replaces the plan. Only between iterations; the memory of a bucket stays with the engine until the next set_plan().
   void set_plan(std::vector<BucketSpec> buckets, uint64_t layout_hash);
@@ -72,6 +91,12 @@ class Engine {
   void mark_reduced(size_t bucket);
   // Whether a bucket of the plan is kept from being launched before the end of backward.
   void hold_back(size_t bucket, bool held) { buckets_.at(bucket).held = held; }
+
+  // Buckets are packed as a whole: gradients stay where they are until then, and `release` is called afterwards.
+  bool packs_buckets() const { return parts_.bucket_codec != nullptr; }
+  void on_release(ReleaseGrads release) { release_ = std::move(release); }
+  // The stream of the program that makes gradients from now on, or takes the means.
+  void set_caller(Caller caller) { caller_ = caller; }
 
   // Whether the caller wants to see each gradient, instead of having it packed by the hook.
   void set_by_hand(bool by_hand) { by_hand_ = by_hand; }
@@ -90,8 +115,10 @@ class Engine {
   void adopt_thread() { thread_ = std::this_thread::get_id(); }
 
   // The gradient of `parameter` is complete in this backward and lies at `grad`, contiguous in the slot's element
-  // order, in `grad_dtype`. Copies it into the slot; the caller may free it on return. Never blocks.
-  // Preconditions: mode kReduce, !packed(parameter), the parameter has a slot.
+  // order, in `grad_dtype`. Copies it into the slot; the caller may free it on return, or, with packs_buckets(), on
+  // release. Never blocks.
+  // Preconditions: mode kReduce, !packed(parameter), the parameter has a slot. A second call before the bucket is
+  // packed tells that the gradient was added to, or lies elsewhere now.
   void mark_ready(int32_t parameter, const void* grad, DType grad_dtype);
   // The same for a slot whose parameter got no gradient in this backward: packs what `grad` holds, zeros if null.
   // Does not count as used, launches nothing.
@@ -104,7 +131,8 @@ class Engine {
   // gradient on.
   void set_check_finite(bool check) { check_finite_ = check; }
   // The lowest parameter index with such an element in this iteration, on this rank; -1: none was found.
-  int32_t nonfinite_parameter() const { return nonfinite_parameter_; }
+  // With packs_buckets() that waits for the device.
+  int32_t nonfinite_parameter();
 
   // The gradient cannot go through its slot (a second gradient after packing, no slot, another dtype): asks all ranks
   // for a second round on this parameter.
@@ -142,9 +170,9 @@ class Engine {
   // Buckets reduced so far; when finish() threw, the bucket of this index was waited for (none: the header).
   size_t reduced() const { return reduced_; }
 
-  Transport& transport() { return *transport_; }
-  Stream& stream() { return *stream_; }
-  Trace& trace() { return *trace_; }
+  Transport& transport() { return *parts_.transport; }
+  Stream& stream() { return *parts_.stream; }
+  Trace& trace() { return *parts_.trace; }
 
  private:
   Bucket& bucket_of(const Slot& slot) { return buckets_[static_cast<size_t>(slot.bucket)]; }
@@ -152,23 +180,30 @@ class Engine {
   void pack_in_pieces(int32_t parameter, const void* grad, DType grad_dtype);
   void check_finite(int32_t parameter, const void* packed, DType dtype, size_t numel);
   void count_down(int32_t parameter);
+  void note_grad(int32_t parameter, const void* grad, DType grad_dtype);
+  void pack_bucket(size_t bucket);
+  void lead_caller();
+  void wait_for_buckets();
   void launch_packed();
   bool launch_next_piece(Bucket& bucket);
   bool hand_over(Bucket& bucket);
   void note_reduced();
   void unpack(size_t bucket);
+  void unpack_slots(const Bucket& bucket);
   void note_wait(uint64_t begin_ticks, int32_t id, size_t bytes);
   void start_header(const HeaderWords& words);
   void read_verdict();
 
-  std::shared_ptr<Transport> transport_;
-  std::shared_ptr<Stream> stream_;
-  std::shared_ptr<Codec> codec_;
-  std::shared_ptr<Trace> trace_;
+  EngineParts parts_;
   double reduce_scale_ = 1.0;  // applied by the transport's reduction,
   double pack_scale_ = 1.0;    // or by pack where the transport cannot
   size_t piece_bytes_;
   TakeBucket take_;
+  ReleaseGrads release_;
+  Caller caller_;
+  std::vector<Caller> led_;         // callers that come after the last iteration's reductions
+  Event last_reduced_;              // of that iteration
+  std::vector<int32_t> releasing_;  // scratch of pack_bucket()
   bool check_finite_ = false;
 
   Mode mode_ = Mode::kIdle;
@@ -177,7 +212,8 @@ class Engine {
   uint64_t iteration_ = 0;
   uint64_t layout_hash_ = 0;
   std::vector<Slot> slots_;
-  std::vector<uint8_t> packed_;
+  std::vector<uint8_t> packed_;   // nothing can be added to its gradient but in a second round
+  std::vector<uint8_t> counted_;  // its gradient is known: packed, or waiting for the rest of its bucket
   std::vector<int32_t> ready_order_;
   int32_t nonfinite_parameter_ = -1;
   std::vector<Bucket> buckets_;

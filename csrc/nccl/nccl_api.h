@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <memory>
 #include <string>
+#include <type_traits>
 
 #include "core/error.h"
 #include "core/types.h"
@@ -80,38 +81,38 @@ struct Config {
 };
 
 // F(member, name in nccl.h and symbol, first version that has it (0: every one from 2.18), type)
-#define GPUCOMM_NCCL_FUNCTIONS(F)                                                                                      \
-  F(get_version, ncclGetVersion, 0, Result(int* version))                                                              \
-  F(get_unique_id, ncclGetUniqueId, 0, Result(UniqueId* id))                                                           \
-  F(get_error_string, ncclGetErrorString, 0, const char*(Result result))                                               \
-  F(get_last_error, ncclGetLastError, 0, const char*(Comm comm))                                                       \
-  F(comm_init_rank_config, ncclCommInitRankConfig, 0,                                                                  \
-    Result(Comm* comm, int size, UniqueId id, int rank, Config* config))                                               \
-  F(comm_finalize, ncclCommFinalize, 0, Result(Comm comm))                                                             \
-  F(comm_destroy, ncclCommDestroy, 0, Result(Comm comm))                                                               \
-  F(comm_abort, ncclCommAbort, 0, Result(Comm comm))                                                                   \
-  F(comm_get_async_error, ncclCommGetAsyncError, 0, Result(Comm comm, Result* error))                                  \
-  F(comm_count, ncclCommCount, 0, Result(const Comm comm, int* count))                                                 \
-  F(all_reduce, ncclAllReduce, 0,                                                                                      \
-    Result(const void* in, void* out, size_t count, DataType type, RedOp op, Comm comm, cuda::StreamHandle stream))    \
-  F(reduce_scatter, ncclReduceScatter, 0,                                                                              \
-    Result(const void* in, void* out, size_t count, DataType type, RedOp op, Comm comm, cuda::StreamHandle stream))    \
-  F(all_gather, ncclAllGather, 0,                                                                                      \
-    Result(const void* in, void* out, size_t count, DataType type, Comm comm, cuda::StreamHandle stream))              \
-  F(broadcast, ncclBroadcast, 0,                                                                                       \
-    Result(const void* in, void* out, size_t count, DataType type, int root, Comm comm, cuda::StreamHandle stream))    \
-  F(group_start, ncclGroupStart, 0, Result())                                                                          \
-  F(group_end, ncclGroupEnd, 0, Result())                                                                              \
-  F(comm_split, ncclCommSplit, 0, Result(Comm comm, int color, int key, Comm* split, Config* config))                  \
-  F(mem_alloc, ncclMemAlloc, 21900, Result(void** address, size_t bytes))                                              \
-  F(mem_free, ncclMemFree, 21900, Result(void* address))                                                               \
-  F(comm_register, ncclCommRegister, 21900, Result(const Comm comm, void* address, size_t bytes, void** handle))       \
-  F(comm_deregister, ncclCommDeregister, 21900, Result(const Comm comm, void* handle))                                 \
-  F(comm_window_register, ncclCommWindowRegister, 22703,                                                               \
-    Result(Comm comm, void* address, size_t bytes, Window* window, int flags))                                         \
-  F(comm_window_deregister, ncclCommWindowDeregister, 22703, Result(Comm comm, Window window))                         \
-  F(comm_shrink, ncclCommShrink, 22703,                                                                                \
-    Result(Comm comm, int* excluded, int excluded_count, Comm* shrunk, Config* config, int flags))                     \
+#define GPUCOMM_NCCL_FUNCTIONS(F)                                                                                   \
+  F(get_version, ncclGetVersion, 0, Result(int* version))                                                           \
+  F(get_unique_id, ncclGetUniqueId, 0, Result(UniqueId* id))                                                        \
+  F(get_error_string, ncclGetErrorString, 0, const char*(Result result))                                            \
+  F(get_last_error, ncclGetLastError, 0, const char*(Comm comm))                                                    \
+  F(comm_init_rank_config, ncclCommInitRankConfig, 0,                                                               \
+    Result(Comm* comm, int size, UniqueId id, int rank, Config* config))                                            \
+  F(comm_finalize, ncclCommFinalize, 0, Result(Comm comm))                                                          \
+  F(comm_destroy, ncclCommDestroy, 0, Result(Comm comm))                                                            \
+  F(comm_abort, ncclCommAbort, 0, Result(Comm comm))                                                                \
+  F(comm_get_async_error, ncclCommGetAsyncError, 0, Result(Comm comm, Result* error))                               \
+  F(comm_count, ncclCommCount, 0, Result(const Comm comm, int* count))                                              \
+  F(all_reduce, ncclAllReduce, 0,                                                                                   \
+    Result(const void* in, void* out, size_t count, DataType type, RedOp op, Comm comm, cuda::StreamHandle stream)) \
+  F(reduce_scatter, ncclReduceScatter, 0,                                                                           \
+    Result(const void* in, void* out, size_t count, DataType type, RedOp op, Comm comm, cuda::StreamHandle stream)) \
+  F(all_gather, ncclAllGather, 0,                                                                                   \
+    Result(const void* in, void* out, size_t count, DataType type, Comm comm, cuda::StreamHandle stream))           \
+  F(broadcast, ncclBroadcast, 0,                                                                                    \
+    Result(const void* in, void* out, size_t count, DataType type, int root, Comm comm, cuda::StreamHandle stream)) \
+  F(group_start, ncclGroupStart, 0, Result())                                                                       \
+  F(group_end, ncclGroupEnd, 0, Result())                                                                           \
+  F(comm_split, ncclCommSplit, 0, Result(Comm comm, int color, int key, Comm* split, Config* config))               \
+  F(mem_alloc, ncclMemAlloc, 21900, Result(void** address, size_t bytes))                                           \
+  F(mem_free, ncclMemFree, 21900, Result(void* address))                                                            \
+  F(comm_register, ncclCommRegister, 21900, Result(const Comm comm, void* address, size_t bytes, void** handle))    \
+  F(comm_deregister, ncclCommDeregister, 21900, Result(const Comm comm, void* handle))                              \
+  F(comm_window_register, ncclCommWindowRegister, 22703,                                                            \
+    Result(Comm comm, void* address, size_t bytes, Window* window, int flags))                                      \
+  F(comm_window_deregister, ncclCommWindowDeregister, 22703, Result(Comm comm, Window window))                      \
+  F(comm_shrink, ncclCommShrink, 22703,                                                                             \
+    Result(Comm comm, int* excluded, int excluded_count, Comm* shrunk, Config* config, int flags))                  \
   F(comm_revoke, ncclCommRevoke, 22807, Result(Comm comm, int flags))
 
 struct Api {

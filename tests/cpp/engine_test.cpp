@@ -20,7 +20,10 @@ constexpr int32_t kParameters = 4;
 struct OneBucket {
   explicit OneBucket(DType dtype = DType::kFloat32, int size = 1)
       : transport(std::make_shared<LoopbackTransport>(LoopbackOptions{.size = size})),
-        engine(transport, std::make_shared<InlineStream>(), std::make_shared<CpuCodec>(), std::make_shared<Trace>(64),
+        engine({.transport = transport,
+                .stream = std::make_shared<InlineStream>(),
+                .codec = std::make_shared<CpuCodec>(),
+                .trace = std::make_shared<Trace>(64)},
                kParameters, true, 12) {
     BucketSpec bucket{.memory = transport->allocate(kParameters * kNumel * size_of(dtype)),
                       .dtype = dtype,

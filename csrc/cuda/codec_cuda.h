@@ -1,0 +1,69 @@
+// The codec of a GPU: one launch a bucket for as many slots as its arguments hold pointers (codec_args.h), with maps of
+// the slots that are uploaded once a plan.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/embedder.h"
+#include "cuda/codec_args.h"
+#include "cuda/device.h"
+#include "cuda/stream_cuda.h"
+#include "kernels/bucket_codec.h"
+
+namespace gpucomm::cuda {
+
+// The kernels of codec.cu, loaded into a device.
+class Kernels {
+ public:
+  // image: what the driver takes as a module; only read here.
+  Kernels(std::shared_ptr<const GpuDevice> device, const std::string& image);
+  ~Kernels();
+  Kernels(const Kernels&) = delete;
+  Kernels& operator=(const Kernels&) = delete;
+
+  // Throws CudaError for a name that the module does not have.
+  Function function(const std::string& name);
+  const std::shared_ptr<const GpuDevice>& device() const { return device_; }
+
+ private:
+  std::shared_ptr<const GpuDevice> device_;
+  Module module_ = nullptr;
+  std::map<std::string, Function> functions_;
+};
+
+class CudaCodec final : public BucketCodec {
+ public:
+  // stream: for uploads; embedder: lets signals end a wait.
+  CudaCodec(std::shared_ptr<Kernels> kernels, std::shared_ptr<CudaStream> stream, Embedder* embedder);
+
+  void set_plan(const std::vector<BucketLayout>& buckets) override;
+  void move_bucket(size_t bucket, void* address) override { buckets_.at(bucket).layout.address = address; }
+  void pack(size_t bucket, std::span<const GradPointer> grads, double scale, bool check, Caller caller) override;
+  void unpack(size_t bucket, std::span<const GradPointer> grads, Stream& stream) override;
+  void begin_check(Caller caller) override;
+  std::vector<int32_t> read_check(Caller caller) override;
+
+ private:
+  struct Planned {
+    BucketLayout layout;
+    std::vector<size_t> first_piece;  // of each slot in the map; one more, for where the last one ends
+  };
+  enum class What : uint8_t { kPack, kUnpack };
+  void launch_all(What what, size_t bucket, std::span<const GradPointer> grads, double scale, int* first_nonfinite,
+                  StreamHandle stream);
+  Function kernel(What what, DType grad, DType slot);
+
+  std::shared_ptr<Kernels> kernels_;
+  std::shared_ptr<const GpuDevice> device_;
+  std::shared_ptr<CudaStream> stream_;
+  Embedder* embedder_;
+  std::vector<Planned> buckets_;
+  std::unique_ptr<DeviceMemory> pieces_;  // codec::Piece, of all buckets
+  std::unique_ptr<DeviceMemory> found_;   // int, by bucket: the first slot that is not finite
+  Function functions_[2][kDTypeCount][kDTypeCount] = {};
+};
+
+}  // namespace gpucomm::cuda

@@ -1,0 +1,311 @@
+#include "nccl/communicator.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace gpucomm::nccl {
+
+using namespace std::chrono_literals;
+
+namespace {
+
+// Between two looks of the watcher: what is noticed so late does not matter beside the time a failure costs.
+constexpr auto kBetweenLooks = 20ms;
+// How long the end of a communicator may take before it is left behind; some versions of NCCL hang in abort.
+constexpr auto kLongestEnd = 5s;
+// Between two looks for signals while a wait blocks.
+constexpr auto kBetweenInterrupts = 50ms;
+constexpr auto kBetweenPolls = 20us;
+
+std::chrono::duration<double> seconds(double s) { return std::chrono::duration<double>(s); }
+
+// What the text of an error of NCCL's leaves the reader to guess.
+std::string advice(Result result) {
+  switch (result) {
+    case kInvalidUsage:
+      return "; check that LOCAL_RANK gives every rank of a host a GPU of its own, and that all run the same NCCL";
+    case kSystemError:
+      return "; check NCCL_SOCKET_IFNAME and that the hosts reach each other; NCCL_DEBUG=INFO says more";
+    case kUnhandledCudaError:
+      return "; the GPU reported an error; NCCL_DEBUG=INFO and CUDA_LAUNCH_BLOCKING=1 say more";
+    case kRemoteError:
+      return "; a peer died or lost its connection: look at the other ranks' first errors";
+    default:
+      return "";
+  }
+}
+
+std::string where(const CommunicatorOptions& options) {
+  return "rank " + std::to_string(options.rank) + " of " + std::to_string(options.size) + ", " +
+         options.device->text() + ", NCCL " + version_text(options.api->version);
+}
+
+CommError failure_of(const CommunicatorOptions& options, Result result, const std::string& what, Comm comm) {
+  const std::string text = what + " (" + where(options) + ")";
+  return CommError(NcclError(*options.api, result, text.c_str(), comm).what() + advice(result));
+}
+
+// Ends a communicator, on a thread of its own, which may hang for ever: nothing of an owner's is touched.
+void end_in_background(const CommunicatorOptions& options, Comm comm, bool abort,
+                       std::shared_ptr<std::timed_mutex> inside, std::function<void()> done) {
+  std::thread([api = options.api, device = options.device, comm, abort, inside, done = std::move(done)] {
+    try {
+      const cuda::Current current(device->api(), device->context());
+      cuda::CaptureMode mode = cuda::kCaptureRelaxed;
+      device->api().thread_exchange_capture_mode(&mode);
+      // [Note: abort]
+      if (abort && api->comm_revoke) api->comm_revoke(comm, 0);
+      std::unique_lock<std::timed_mutex> lock(*inside, std::defer_lock);
+      if (!abort || api->comm_revoke) (void)lock.try_lock_for(kLongestEnd);
+      if (abort) {
+        api->comm_abort(comm);
+      } else {
+        api->comm_destroy(comm);
+      }
+    } catch (const CommError&) {
+      // The context is gone, and the communicator's memory with it.
+    }
+    done();
+  }).detach();
+}
+
+}  // namespace
+
+std::shared_ptr<Communicator> Communicator::make(CommunicatorOptions options) {
+  std::shared_ptr<Communicator> made(new Communicator(std::move(options)));
+  made->initialise();
+  made->watcher_ = std::thread([raw = made.get()] { raw->run_watcher(); });
+  return made;
+}
+
+Communicator::Communicator(CommunicatorOptions options)
+    : options_(std::move(options)), inside_(std::make_shared<std::timed_mutex>()) {}
+
+Communicator::~Communicator() {
+  {
+    const std::lock_guard lock(mutex_);
+    closing_ = true;
+  }
+  changed_.notify_all();
+  if (watcher_.joinable()) watcher_.join();
+  // What is under way belongs to a program that let go of it: its peers may never come.
+  end(!in_flight_.empty());
+  try {
+    const cuda::Current current(options_.device->api(), options_.device->context());
+    for (cuda::EventHandle event : events_) options_.device->api().event_destroy(event);
+  } catch (const CommError&) {
+    // The context is gone, and the events with it.
+  }
+}
+
+// On a thread of its own, since it may never come back: what that thread uses is kept alive by it.
+void Communicator::initialise() {
+  struct Init {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool done = false, given_up = false;
+    Comm comm = nullptr;
+    std::exception_ptr failure;
+  };
+  const auto init = std::make_shared<Init>();
+  std::thread([init, options = options_]() mutable {
+    Comm comm = nullptr;
+    std::exception_ptr failure;
+    try {
+      const cuda::Current current(options.device->api(), options.device->context());
+      options.config.comm_name = options.name.empty() ? nullptr : options.name.c_str();
+      Result result =
+          options.api->comm_init_rank_config(&comm, options.size, options.id, options.rank, &options.config);
+      while (result == kInProgress) {
+        std::this_thread::sleep_for(1ms);
+        check(*options.api, options.api->comm_get_async_error(comm, &result), "ncclCommGetAsyncError", comm);
+        const std::lock_guard lock(init->mutex);
+        if (init->given_up) break;
+      }
+      if (result != kSuccess) throw failure_of(options, result, "ncclCommInitRankConfig", comm);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    const std::lock_guard lock(init->mutex);
+    init->comm = comm;
+    init->failure = failure;
+    init->done = true;
+    init->changed.notify_all();
+    if (init->given_up && comm) options.api->comm_abort(comm);
+  }).detach();
+
+  const auto deadline = Clock::now() + seconds(options_.timeout_s);
+  std::unique_lock lock(init->mutex);
+  while (!init->done) {
+    if (Clock::now() >= deadline) {
+      init->given_up = true;
+      throw CommTimeout({}, options_.timeout_s,
+                        "NCCL's initialisation (" + where(options_) +
+                            "; check that every rank got here, and that NCCL_SOCKET_IFNAME names an interface by which "
+                            "the hosts reach each other; NCCL_DEBUG=INFO says more)");
+    }
+    lock.unlock();
+    if (options_.embedder) options_.embedder->before_blocking();
+    lock.lock();
+    init->changed.wait_for(lock, kBetweenInterrupts, [&] { return init->done; });
+    lock.unlock();
+    if (options_.embedder) options_.embedder->after_blocking();
+    try {
+      if (options_.embedder) options_.embedder->check_interrupt();
+    } catch (...) {
+      lock.lock();
+      init->given_up = true;
+      throw;
+    }
+    lock.lock();
+  }
+  if (init->failure) std::rethrow_exception(init->failure);
+  comm_ = init->comm;
+}
+
+Result Communicator::settle(Result result) {
+  const auto deadline = Clock::now() + seconds(options_.timeout_s);
+  while (result == kInProgress && !failed_ && Clock::now() < deadline) {
+    std::this_thread::sleep_for(kBetweenPolls);
+    if (options_.api->comm_get_async_error(comm_, &result) != kSuccess) return kInternalError;
+  }
+  return result;
+}
+
+void Communicator::call(const std::string& what, const std::function<Result(Comm)>& body) {
+  check_failure();
+  Result result = kSuccess;
+  {
+    const std::lock_guard lock(*inside_);
+    call_began_ = Clock::now().time_since_epoch().count();
+    const cuda::Current current(options_.device->api(), options_.device->context());
+    if (!failed_) result = settle(body(comm_));
+    call_began_ = 0;
+  }
+  check_failure();
+  if (result == kSuccess) return;
+  // NCCL checks arguments before it does anything, and says so.
+  const CommError failure = failure_of(options_, result, what, comm_);
+  if (result == kInvalidArgument) throw UsageError(failure.what());
+  fail(std::make_exception_ptr(failure));
+  throw failure;
+}
+
+void Communicator::watch(const std::string& what, cuda::StreamHandle stream) {
+  const cuda::Api& api = options_.device->api();
+  const cuda::Current current(api, options_.device->context());
+  cuda::CaptureStatus status = cuda::kCaptureNone;
+  options_.device->check(api.stream_is_capturing(stream, &status), "cuStreamIsCapturing");
+  if (status != cuda::kCaptureNone) return;
+  const std::lock_guard lock(mutex_);
+  if (free_events_.empty()) {
+    cuda::EventHandle made = nullptr;
+    options_.device->check(api.event_create(&made, cuda::kEventDisableTiming), "cuEventCreate");
+    events_.push_back(made);
+    free_events_.push_back(made);
+  }
+  const cuda::EventHandle event = free_events_.back();
+  options_.device->check(api.event_record(event, stream), "cuEventRecord");
+  free_events_.pop_back();
+  in_flight_.push_back({event, what, Clock::now()});
+}
+
+void Communicator::check_failure() {
+  if (!failed_.load(std::memory_order_acquire)) return;  // partner: the store in fail()
+  const std::lock_guard lock(mutex_);
+  std::rethrow_exception(failure_);
+}
+
+void Communicator::fail(std::exception_ptr failure) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (failure_) return;
+    failure_ = std::move(failure);
+    failed_.store(true, std::memory_order_release);  // partner: the load in check_failure()
+  }
+  end(true);
+}
+
+void Communicator::end(bool abort) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (ended_ || !comm_) return;
+    ended_ = true;
+  }
+  struct End {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool done = false;
+  };
+  try {
+    const auto ending = std::make_shared<End>();
+    end_in_background(options_, comm_, abort, inside_, [ending] {
+      const std::lock_guard lock(ending->mutex);
+      ending->done = true;
+      ending->changed.notify_all();
+    });
+    if (abort) return;  // whoever found the failure has better to do than wait for it
+    std::unique_lock lock(ending->mutex);
+    ending->changed.wait_for(lock, kLongestEnd, [&] { return ending->done; });
+  } catch (const std::system_error&) {
+    // No thread is to be had: the communicator is leaked.
+  }
+}
+
+void Communicator::run_watcher() {
+  const cuda::Api& api = options_.device->api();
+  cuda::CaptureMode mode = cuda::kCaptureRelaxed;
+  api.thread_exchange_capture_mode(&mode);
+  std::unique_lock lock(mutex_);
+  while (!closing_ && !failure_) {
+    changed_.wait_for(lock, kBetweenLooks, [&] { return closing_; });
+    if (closing_ || failure_) return;
+    lock.unlock();
+    try {
+      look();
+    } catch (...) {
+      fail(std::current_exception());
+    }
+    lock.lock();
+  }
+}
+
+// Throws what it finds.
+void Communicator::look() {
+  const cuda::Current current(options_.device->api(), options_.device->context());
+  const auto longest = std::chrono::duration_cast<Clock::duration>(seconds(options_.timeout_s));
+  if (std::unique_lock inside(*inside_, std::try_to_lock); inside) {
+    Result error = kSuccess;
+    check(*options_.api, options_.api->comm_get_async_error(comm_, &error), "ncclCommGetAsyncError", comm_);
+    if (error != kSuccess && error != kInProgress) {
+      throw failure_of(options_, error, oldest_in_flight("a collective"), comm_);
+    }
+  } else if (const auto began = call_began_.load(); began != 0) {
+    if (Clock::now().time_since_epoch() - Clock::duration(began) > longest) {
+      throw CommTimeout({}, options_.timeout_s, "a call of NCCL's (" + where(options_) + ")");
+    }
+  }
+  const std::lock_guard lock(mutex_);
+  retire_completed();
+  if (in_flight_.empty() || Clock::now() - in_flight_.front().since <= longest) return;
+  throw CommTimeout({}, options_.timeout_s, in_flight_.front().what + " (" + where(options_) + ")");
+}
+
+std::string Communicator::oldest_in_flight(const std::string& otherwise) {
+  const std::lock_guard lock(mutex_);
+  return in_flight_.empty() ? otherwise : in_flight_.front().what;
+}
+
+// A collective could have begun once the one before it was complete.
+void Communicator::retire_completed() {
+  while (!in_flight_.empty()) {
+    const cuda::Result result = options_.device->api().event_query(in_flight_.front().event);
+    if (result == cuda::kNotReady) return;
+    options_.device->check(result, "cuEventQuery");
+    free_events_.push_back(in_flight_.front().event);
+    in_flight_.pop_front();
+    if (!in_flight_.empty()) in_flight_.front().since = std::max(in_flight_.front().since, Clock::now());
+  }
+}
+
+}  // namespace gpucomm::nccl

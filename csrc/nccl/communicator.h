@@ -1,0 +1,93 @@
+// A communicator of NCCL's with what it needs to fail in bounded time: initialised on a thread of its own, watched by
+// another, aborted by whichever notices first.
+//
+// [Note: abort] An abort frees the communicator while another thread may be inside a call of it. With revoke
+// (NCCL 2.28.7 and later) the communicator is revoked first, which ends that call; then it is aborted. Older: it is
+// aborted, and what the other thread still uses is leaked, never freed by us. No call is made once a failure is known.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/embedder.h"
+#include "cuda/device.h"
+#include "nccl/nccl_api.h"
+
+namespace gpucomm::nccl {
+
+struct CommunicatorOptions {
+  std::shared_ptr<const Api> api;
+  std::shared_ptr<const cuda::GpuDevice> device;
+  UniqueId id{};
+  int rank = 0;
+  int size = 1;
+  double timeout_s = 600.0;
+  std::string name;
+  Config config;
+  Embedder* embedder = nullptr;
+};
+
+class Communicator {
+ public:
+  // Collective; blocks until all ranks came. Throws NcclError, CommTimeout.
+  static std::shared_ptr<Communicator> make(CommunicatorOptions options);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  // Makes one call of NCCL's on the communicator, and waits until its work is on its stream. what: for messages.
+  // Throws the failure that is known already; NcclError, after which the communicator is dead.
+  void call(const std::string& what, const std::function<Result(Comm)>& body);
+  // From now on the work that the last call put on the stream is watched. Not while a graph is captured.
+  void watch(const std::string& what, cuda::StreamHandle stream);
+  // Throws the failure that is known, if any.
+  void check_failure();
+  // Ends everything that is under way; every later call throws. Does not block. Idempotent.
+  void fail(std::exception_ptr failure) noexcept;
+
+  const CommunicatorOptions& options() const { return options_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct InFlight {
+    cuda::EventHandle event;
+    std::string what;
+    Clock::time_point since;  // it could have begun then
+  };
+
+  explicit Communicator(CommunicatorOptions options);
+  void initialise();
+  Result settle(Result result);
+  void end(bool abort) noexcept;
+  void run_watcher();
+  void look();
+  void retire_completed();
+  std::string oldest_in_flight(const std::string& otherwise);
+
+  CommunicatorOptions options_;
+  Comm comm_ = nullptr;
+  std::shared_ptr<std::timed_mutex> inside_;  // held in a call of NCCL's; outlives us where that never returns
+  std::atomic<Clock::rep> call_began_{0};     // 0: no call is under way
+
+  std::mutex mutex_;  // of what follows
+  std::condition_variable changed_;
+  std::exception_ptr failure_;
+  std::atomic<bool> failed_{false};  // failure_ is set
+  bool ended_ = false;               // aborted or destroyed, or on the way to it
+  bool closing_ = false;
+  std::deque<InFlight> in_flight_;
+  std::vector<cuda::EventHandle> events_;
+  std::vector<cuda::EventHandle> free_events_;
+  std::thread watcher_;
+};
+
+}  // namespace gpucomm::nccl
