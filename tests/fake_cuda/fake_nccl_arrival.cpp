@@ -57,8 +57,8 @@ Result check_together(Board& board) {
       return failure(kInvalidUsage, "Mismatched NCCL version detected : rank 0 version " + version_of(first.version) +
                                         " rank " + std::to_string(rank) + " version " + version_of(one.version));
     if (one.size != first.size)
-      return failure(kInvalidUsage, "Bootstrap Root : mismatch in rank count from procs " +
-                                        std::to_string(first.size) + " : " + std::to_string(one.size));
+      return failure(kInvalidUsage, "Bootstrap Root : mismatch in rank count from procs " + std::to_string(first.size) +
+                                        " : " + std::to_string(one.size));
     for (int other = 0; other < rank; ++other) {
       const Member& two = board.member(other);
       if (one.host_hash == two.host_hash && std::strcmp(one.bus_id, two.bus_id) == 0 && !ranks_may_share_a_gpu())
@@ -106,7 +106,8 @@ class Arrival {
     if (!comm_->board) return failure(kSystemError, why);
     if (join(comm_)) return kSuccess;
     comm_->board.reset();
-    misuse(function_, "unique-id-twice", "rank " + std::to_string(comm_->rank) + " has come with this unique id already");
+    misuse(function_, "unique-id-twice",
+           "rank " + std::to_string(comm_->rank) + " has come with this unique id already");
     return failure(kInternalError, "a unique id serves one communicator");
   }
 

@@ -1,9 +1,10 @@
 // The board: shared memory over which the ranks of one communicator meet. It is a memfd that the process which made the
-// unique id holds, and that the others open through /proc/<pid>/fd: it has no name, so nothing stays behind after a crash.
+// unique id holds, and that the others open through /proc/<pid>/fd: it has no name, so nothing stays behind after a
+// crash.
 //
-// [Note: two halves] Launch n of a rank is published in half n % 2 of its part. A rank publishes n + 2 only after it has
-// completed n + 1, for which all had published n + 1, and so had completed reading n. Host calls (registrations, splits)
-// are numbered apart and use two places in the same way.
+// [Note: two halves] Launch n of a rank is published in half n % 2 of its part. A rank publishes n + 2 only after it
+// has completed n + 1, for which all had published n + 1, and so had completed reading n. Host calls (registrations,
+// splits) are numbered apart and use two places in the same way.
 #pragma once
 
 #include <atomic>

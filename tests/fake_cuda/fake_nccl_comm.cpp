@@ -33,8 +33,8 @@ ncclComm* new_comm(const char* function, int rank, int size, const Options& opti
   comm->size = size;
   comm->options = options;
   comm->context = bind_device(function, &comm->device);
-  comm->ordinal = static_cast<int>(std::count_if(registry().begin(), registry().end(),
-                                                 [&](const auto& other) { return other->rank == rank; }));
+  comm->ordinal = static_cast<int>(
+      std::count_if(registry().begin(), registry().end(), [&](const auto& other) { return other->rank == rank; }));
   registry().push_back(std::move(comm));
   return registry().back().get();
 }
@@ -47,8 +47,8 @@ std::vector<ncclComm*> live_comms() {
 }
 
 ncclComm* find_comm(const ncclComm* comm, const char* function) {
-  const auto found = std::find_if(registry().begin(), registry().end(),
-                                  [&](const auto& other) { return other.get() == comm; });
+  const auto found =
+      std::find_if(registry().begin(), registry().end(), [&](const auto& other) { return other.get() == comm; });
   if (found == registry().end()) {
     misuse(function, "no-communicator", comm == nullptr ? "a null communicator" : "not a communicator");
     return nullptr;
@@ -68,7 +68,8 @@ Result ready_for(ncclComm* comm, const char* function) {
   if (comm->async_error != kSuccess)
     return failure(comm->async_error, std::string(function) + ": the communicator has failed");
   if (!comm->pending.empty() || comm->stage == Stage::kJoining) {
-    misuse(function, "in-progress", comm->name() + " was not polled until its last operation was no longer in progress");
+    misuse(function, "in-progress",
+           comm->name() + " was not polled until its last operation was no longer in progress");
     return failure(kInvalidArgument, "Attempt to use communicator before the previous operation returned ncclSuccess");
   }
   return kSuccess;

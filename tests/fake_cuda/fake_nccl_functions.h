@@ -1,5 +1,5 @@
-// What libfake_nccl.so exports: every function of the table that the transport calls NCCL by, under NCCL's names and with
-// the types of that table, so that a definition of another type does not compile.
+// What libfake_nccl.so exports: every function of the table that the transport calls NCCL by, under NCCL's names and
+// with the types of that table, so that a definition of another type does not compile.
 #pragma once
 
 #include <type_traits>

@@ -1,5 +1,5 @@
-// What calls do at once, what waits for the end of the thread's group, and what a non-blocking communicator leaves to be
-// polled for.
+// What calls do at once, what waits for the end of the thread's group, and what a non-blocking communicator leaves to
+// be polled for.
 #pragma once
 
 #include "fake_nccl_comm.h"
@@ -7,8 +7,8 @@
 
 namespace fake_nccl {
 
-// Work of the host on a communicator: done now, at the end of the group, or by polling. `guest` is the communicator that
-// is being made, if any: that which decides about blocking, and which a second thread may abort.
+// Work of the host on a communicator: done now, at the end of the group, or by polling. `guest` is the communicator
+// that is being made, if any: that which decides about blocking, and which a second thread may abort.
 Result submit(ncclComm* comm, const char* function, const Poll& poll);
 
 // A collective, checked already.

@@ -1,10 +1,10 @@
 #include "fake_nccl_launch.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <csignal>
 #include <cstring>
-
-#include <unistd.h>
 
 #include "fake_nccl_device.h"
 #include "fake_nccl_math.h"
@@ -13,7 +13,8 @@
 namespace fake_nccl {
 namespace {
 
-// What a rank publishes begins with this; then descriptors, what was launched before, and the inputs one after the other.
+// What a rank publishes begins with this; then descriptors, what was launched before, and the inputs one after the
+// other.
 struct Head {
   uint64_t operations, befores, inputs_at;
 };
@@ -68,8 +69,13 @@ LaunchCounts& launch_counts() {
 }
 
 Launch::Launch(ncclComm* comm, std::vector<Operation> operations, cuda::StreamHandle stream, const char* function)
-    : comm_(comm), board_(comm->board), operations_(std::move(operations)), before_(launched_before(*comm)),
-      stream_(stream), function_(function), number_(comm->launched++) {
+    : comm_(comm),
+      board_(comm->board),
+      operations_(std::move(operations)),
+      before_(launched_before(*comm)),
+      stream_(stream),
+      function_(function),
+      number_(comm->launched++) {
   for (const Operation& operation : operations_) {
     descriptors_.push_back(describe(operation));
     place(*comm_, operation, &descriptors_.back());
@@ -112,8 +118,8 @@ std::vector<FakeRange> Launch::ranges() const {
   std::vector<FakeRange> ranges;
   for (const Operation& operation : operations_) {
     if (operation.reads(comm_->rank)) ranges.push_back({operation.in, operation.in_bytes(comm_->size), false});
-    const bool in_place_root = operation.kind == Kind::kBroadcast && operation.reads(comm_->rank) &&
-                               operation.is_in_place(comm_->rank);
+    const bool in_place_root =
+        operation.kind == Kind::kBroadcast && operation.reads(comm_->rank) && operation.is_in_place(comm_->rank);
     if (!in_place_root) ranges.push_back({operation.out, operation.out_bytes(comm_->size), true});
   }
   return ranges;
@@ -199,7 +205,8 @@ void Launch::spoil_outputs() const {
     if (keeps_part && operation.kind == Kind::kBroadcast) continue;
     const size_t part = operation.count * size_of(operation.type);
     for (size_t begin = 0; begin < operation.out_bytes(size); begin += part) {
-      const bool is_input = keeps_part && operation.kind == Kind::kAllGather && begin == part * static_cast<size_t>(rank);
+      const bool is_input =
+          keeps_part && operation.kind == Kind::kAllGather && begin == part * static_cast<size_t>(rank);
       if (!is_input) std::memset(out + begin, kGarbage, part);
     }
   }
@@ -218,8 +225,8 @@ bool Launch::compare() {
     const std::vector<Descriptor> theirs = descriptors_of(half);
     const std::string where = "launch " + std::to_string(number_) + " of " + comm_->name() + " is ";
     if (!same_operations(descriptors_, theirs)) {
-      const std::string text = where + text_of(descriptors_) + "; on rank " + std::to_string(peer) + " it is " +
-                               text_of(theirs);
+      const std::string text =
+          where + text_of(descriptors_) + "; on rank " + std::to_string(peer) + " it is " + text_of(theirs);
       misuse(function_, "mismatch", text);
       fail(comm_, kInternalError, text);
       return false;

@@ -1,6 +1,6 @@
-// A launch: the collectives of one call, or of one communicator in a group, as one piece of work on a stream. Nothing of
-// it blocks: when its turn comes it publishes a snapshot of its inputs on the board, and it is complete once all ranks
-// have published theirs. See [Note: two halves].
+// A launch: the collectives of one call, or of one communicator in a group, as one piece of work on a stream. Nothing
+// of it blocks: when its turn comes it publishes a snapshot of its inputs on the board, and it is complete once all
+// ranks have published theirs. See [Note: two halves].
 #pragma once
 
 #include <cstdint>

@@ -23,7 +23,8 @@ enum class Needs { kLive, kReady };
 Entry enter(const char* function, const ncclComm* given, Needs needs) {
   if (const int scripted = fake_enter(function)) return {nullptr, fail_group(scripted)};
   ncclComm* comm = find_comm(given, function);
-  if (comm == nullptr) return {nullptr, fail_group(failure(kInvalidArgument, std::string(function) + ": no communicator"))};
+  if (comm == nullptr)
+    return {nullptr, fail_group(failure(kInvalidArgument, std::string(function) + ": no communicator"))};
   const Result result = needs == Needs::kReady ? ready_for(comm, function) : Result{kSuccess};
   return result == kSuccess ? Entry{comm, kSuccess} : Entry{nullptr, fail_group(result)};
 }
@@ -122,10 +123,11 @@ Result init(const char* function, ncclComm** out, int size, const UniqueId& id, 
     const DeviceLock lock;
     if (const int scripted = fake_enter(function)) return fail_group(scripted);
     if (out == nullptr || size < 1 || rank < 0 || rank >= size)
-      return fail_group(failure(kInvalidArgument, "Invalid rank requested : " + std::to_string(rank) + "/" +
-                                                      std::to_string(size)));
+      return fail_group(
+          failure(kInvalidArgument, "Invalid rank requested : " + std::to_string(rank) + "/" + std::to_string(size)));
     if (size > kMaxRanks) {
-      misuse(function, "capacity", std::to_string(size) + " ranks are more than the stand-in's " + std::to_string(kMaxRanks));
+      misuse(function, "capacity",
+             std::to_string(size) + " ranks are more than the stand-in's " + std::to_string(kMaxRanks));
       return fail_group(failure(kInvalidArgument, "too many ranks for the stand-in"));
     }
     Options options;
@@ -173,7 +175,8 @@ Result shrink_comm(const char* function, ncclComm* given, const std::vector<int>
     std::vector<int> stay;
     for (int rank = 0; rank < parent->size; ++rank)
       if (std::find(excluded.begin(), excluded.end(), rank) == excluded.end()) stay.push_back(rank);
-    const bool in_range = std::all_of(excluded.begin(), excluded.end(), [&](int rank) { return rank >= 0 && rank < parent->size; });
+    const bool in_range =
+        std::all_of(excluded.begin(), excluded.end(), [&](int rank) { return rank >= 0 && rank < parent->size; });
     if (out == nullptr || excluded.empty() || !in_range || (flags != kShrinkDefault && flags != kShrinkAbort) ||
         std::find(stay.begin(), stay.end(), parent->rank) == stay.end())
       return fail_group(failure(kInvalidArgument, "ncclCommShrink: the ranks to exclude, or the flags"));

@@ -17,8 +17,8 @@ struct Reduction {
 };
 
 // out[0, count) = the reduction of inputs[rank][0, count), which travels as part `part` of as many as there are ranks
-// (it begins at rank part + 1 and ends at rank part). Inputs and out do not overlap. avg of floating types multiplies each
-// input by 1/N, both rounded to the type; of integers it divides the sum, truncating.
+// (it begins at rank part + 1 and ends at rank part). Inputs and out do not overlap. avg of floating types multiplies
+// each input by 1/N, both rounded to the type; of integers it divides the sum, truncating.
 void reduce_part(const Reduction& reduction, const std::vector<const std::byte*>& inputs, size_t part, std::byte* out,
                  size_t count);
 

@@ -56,8 +56,9 @@ Result ncclCommWindowRegister(Comm comm, void* address, size_t bytes, Window* wi
   fake_nccl::Poll poll;
   const Result result = fake_nccl::locally(__func__, comm, [&](ncclComm* found) {
     const Result ready = fake_nccl::ready_for(found, "ncclCommWindowRegister");
-    return ready == kSuccess ? fake_nccl::prepare_window(found, "ncclCommWindowRegister", address, bytes, window, flags, &poll)
-                             : ready;
+    return ready == kSuccess
+               ? fake_nccl::prepare_window(found, "ncclCommWindowRegister", address, bytes, window, flags, &poll)
+               : ready;
   });
   if (result != kSuccess) return fake_nccl::fail_group(result);
   return fake_nccl::submit(comm, __func__, fake_nccl::guarded(comm, poll));

@@ -94,8 +94,7 @@ void find_deadlock(Launch& launch) {
     const uint64_t mark = theirs.held_up_by.load();
     if (mark == 0 || theirs.published.load() > launch.number()) continue;
     for (ncclComm* other : beside(comm)) {
-      if (other->board->tag() != tag_of(mark) ||
-          other->board->member(other->rank).published.load() > number_of(mark))
+      if (other->board->tag() != tag_of(mark) || other->board->member(other->rank).published.load() > number_of(mark))
         continue;
       // What the peer runs needs us, and we cannot come before this launch is complete.
       const bool behind = !other->launches.empty() && other->launches.front()->stream() == launch.stream();

@@ -1,5 +1,6 @@
-// Several communicators on one device. The device has room for so many collectives at once (`slots` of the script), each
-// stream for one: ranks that launch the collectives of two communicators in different orders wait for each other for ever.
+// Several communicators on one device. The device has room for so many collectives at once (`slots` of the script),
+// each stream for one: ranks that launch the collectives of two communicators in different orders wait for each other
+// for ever.
 //
 // Found twice. What each launch had before it on the other communicators travels with it, so that another order is
 // reported even where the run got through. And a rank that cannot come to a launch because another one holds its place
@@ -28,8 +29,8 @@ void compare_orders(const char* function, const ncclComm& comm, uint64_t number,
 bool take_place(Launch* launch);
 void leave_place(Launch* launch);
 
-// For a launch that runs and waits for peers: tells the peers of other communicators what it holds up, and looks whether
-// those it waits for are held up in turn by what this rank has still before it.
+// For a launch that runs and waits for peers: tells the peers of other communicators what it holds up, and looks
+// whether those it waits for are held up in turn by what this rank has still before it.
 void tell_held_up(const Launch& launch);
 void find_deadlock(Launch& launch);
 

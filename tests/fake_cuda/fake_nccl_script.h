@@ -19,7 +19,7 @@ struct Statement {
 // Whom a question to the script is about.
 struct Subject {
   int rank = -1;
-  int comm = -1;            // ordinal
+  int comm = -1;  // ordinal
   int64_t launch = -1;
 };
 

@@ -1,4 +1,5 @@
-// Compiled once for each library: its version. Which functions a library of that version has is up to its version script.
+// Compiled once for each library: its version. Which functions a library of that version has is up to its version
+// script.
 #include "fake_nccl_config.h"
 
 namespace fake_nccl {

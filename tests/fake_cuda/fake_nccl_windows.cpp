@@ -186,8 +186,8 @@ void place(const ncclComm& comm, const Operation& operation, Descriptor* descrip
   descriptor->out = placement_of(comm, operation.out, out_bytes);
   // What is not read on this rank counts as lying where the output does.
   descriptor->in = reads ? placement_of(comm, operation.in, in_bytes) : descriptor->out;
-  descriptor->registered = is_registered(comm, operation.out, out_bytes) &&
-                           (!reads || is_registered(comm, operation.in, in_bytes));
+  descriptor->registered =
+      is_registered(comm, operation.out, out_bytes) && (!reads || is_registered(comm, operation.in, in_bytes));
 }
 
 void check_registrations(const ncclComm& comm, const char* function) {
