@@ -25,11 +25,11 @@ struct IdContent {
 };
 static_assert(sizeof(IdContent) <= sizeof(UniqueId));
 
-struct Head {
+struct Front {
   uint64_t uid;
   Member members[kMaxRanks];
 };
-constexpr size_t kHeadBytes = (sizeof(Head) + 4095) / 4096 * 4096;
+constexpr size_t kHeadBytes = (sizeof(Front) + 4095) / 4096 * 4096;
 
 size_t board_bytes(int size) { return kHeadBytes + 2 * kHalfBytes * static_cast<size_t>(size); }
 
@@ -48,9 +48,9 @@ IdContent content_of(const UniqueId& id) {
   return content;
 }
 
-struct Descriptor {
+struct OpenFile {
   int number;
-  ~Descriptor() {
+  ~OpenFile() {
     if (number >= 0) close(number);
   }
 };
@@ -59,7 +59,7 @@ struct Descriptor {
 uint64_t stat_field(int pid, int wanted, char* state) {
   char path[64], text[1024];
   std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
-  Descriptor file{::open(path, O_RDONLY | O_CLOEXEC)};
+  OpenFile file{::open(path, O_RDONLY | O_CLOEXEC)};
   if (file.number < 0) return 0;
   const ssize_t length = read(file.number, text, sizeof text - 1);
   if (length <= 0) return 0;
@@ -100,7 +100,7 @@ std::shared_ptr<Board> Board::open(const UniqueId& id, int size, std::string* wh
   }
   char path[64];
   std::snprintf(path, sizeof path, "/proc/%d/fd/%d", content.pid, content.descriptor);
-  const Descriptor file{::open(path, O_RDWR | O_CLOEXEC)};
+  const OpenFile file{::open(path, O_RDWR | O_CLOEXEC)};
   uint64_t uid = 0;
   if (file.number < 0 || pread(file.number, &uid, sizeof uid, 0) != sizeof uid || uid != content.uid) {
     *why = "connection refused: the process that made the unique id is gone, or all of its ranks have come already";
@@ -127,7 +127,7 @@ Board::Board(std::byte* memory, size_t bytes, uint64_t uid, int size)
 
 Board::~Board() { munmap(memory_, bytes_); }
 
-Member& Board::member(int rank) { return reinterpret_cast<Head*>(memory_)->members[rank]; }
+Member& Board::member(int rank) { return reinterpret_cast<Front*>(memory_)->members[rank]; }
 
 std::byte* Board::half(int rank, uint64_t launch) {
   return memory_ + kHeadBytes + (2 * static_cast<size_t>(rank) + launch % 2) * kHalfBytes;
