@@ -18,6 +18,7 @@ from fake_cuda.nccl import (
     NcclError,
     on_device,
 )
+from fake_cuda.program import Program
 from ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("fake_cuda")  # built before the ranks are forked
@@ -90,6 +91,7 @@ def test_an_asynchronous_error_is_seen_by_polling_and_the_collective_never_compl
     def body(it):
         comm, x = it.init(), ones(it)
         launch(it, comm, x)
+        assert it.control.drain()
         launch(it, comm, x)
         state = wait_for_error(it, comm) if it.rank == 1 else None
         torch.distributed.barrier()
@@ -210,7 +212,7 @@ def test_a_rank_that_never_comes_to_the_init_keeps_the_others_waiting():
         results = []
 
         def init():
-            with type(it.program)(it.control, it.rank):
+            with Program(it.control, it.rank):
                 results.append(
                     it.nccl.result("ncclCommInitRankConfig", ctypes.byref(made), it.world, unique_id, it.rank, None)
                 )
@@ -276,7 +278,7 @@ def blocked_launch(it, comm, x, results):
     """A thread within a collective's call that does not return."""
 
     def call():
-        with type(it.program)(it.control, it.rank):
+        with Program(it.control, it.rank):
             results.append(
                 it.nccl.result("ncclAllReduce", x.data_ptr(), x.data_ptr(), x.numel(), 7, 0, comm, it.stream)
             )
@@ -339,7 +341,7 @@ def test_a_revoke_ends_work_in_flight_with_garbage_and_only_destroy_split_and_sh
 
 def test_survivors_shrink_and_are_renumbered():
     def body(rank, world):
-        with on_device(rank, world, script="die rank=1 launch=0") as it:
+        with on_device(rank, world, script="die rank=1 comm=0 launch=0") as it:
             comm, x = it.init(), ones(it)
             launch(it, comm, x)
             if rank == 1:

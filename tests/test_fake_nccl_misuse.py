@@ -15,6 +15,7 @@ from fake_cuda.nccl import (
     device_tensor,
     on_device,
 )
+from fake_cuda.program import Program
 from ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("fake_cuda")  # built before the ranks are forked
@@ -122,7 +123,7 @@ def test_two_threads_at_once(alone, comm):
     x = ones(alone)
 
     def launch():
-        with type(alone.program)(alone.control):
+        with Program(alone.control):
             alone.nccl.all_reduce(x, x, "sum", comm, alone.stream)
 
     thread = threading.Thread(target=launch)
@@ -173,8 +174,8 @@ def test_an_init_without_a_current_context_takes_device_0(fake_cuda):
 
 def test_a_collective_with_another_device_current(fake_cuda):
     with on_device(0, 2) as it:
-        comm, x = it.init() if it.world == 1 else it.nccl.init(it.nccl.unique_id(), 0, 1), ones(it)
-        with type(it.program)(it.control, 1):
+        comm, x = it.nccl.init(it.nccl.unique_id(), 0, 1), ones(it)
+        with Program(it.control, 1):
             it.nccl.all_reduce(x, x, "sum", comm, it.stream)
         text = only_misuse(it)
         assert it.control.drain()
@@ -186,7 +187,7 @@ def test_a_collective_with_another_device_current(fake_cuda):
 def test_one_thread_that_drives_two_ranks_without_a_group(fake_cuda):
     with on_device(0, 2) as it:
         unique_id, comms = it.nccl.unique_id(), [ctypes.c_void_p(), ctypes.c_void_p()]
-        other = type(it.program)(it.control, 1)
+        other = Program(it.control, 1)
         with it.nccl.group():
             it.nccl.call("ncclCommInitRankConfig", ctypes.byref(comms[0]), 2, unique_id, 0, None)
             with other:
@@ -477,6 +478,7 @@ def test_a_use_while_in_progress(alone, polled):
 def two_communicators(rank, world, crossed, script, streams):
     """Each rank launches on both, the second one in the other order where crossed."""
     with on_device(rank, world, script=script) as it:
+        it.control.order("earliest")
         comms = [it.init(), it.init()]
         tensors = [ones(it), ones(it)]
         order = [1, 0] if crossed and rank == 1 else [0, 1]

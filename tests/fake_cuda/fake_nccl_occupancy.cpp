@@ -19,11 +19,12 @@ bool is_full(int device) {
   return slots > 0 && std::count_if(running().begin(), running().end(), on_device) >= slots;
 }
 
-// The other communicators on the device of one.
+// The other communicators on the device of one that still launch.
 std::vector<ncclComm*> beside(const ncclComm& comm) {
   std::vector<ncclComm*> others = live_comms();
   std::erase_if(others, [&](const ncclComm* other) {
-    return !other->board || other->device != comm.device || other->board->tag() == comm.board->tag();
+    return !other->board || other->has_ended() || other->device != comm.device ||
+           other->board->tag() == comm.board->tag();
   });
   return others;
 }
