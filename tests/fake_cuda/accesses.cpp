@@ -29,8 +29,9 @@ Accesses::Segments::iterator Accesses::cut(uintptr_t address, uintptr_t end) {
 void Accesses::race(uintptr_t address, size_t bytes, Access earlier, bool earlier_writes, Access later,
                     bool later_writes) {
   auto action = [](bool writes) { return writes ? "write by " : "read by "; };
-  reports().add(Kind::kRace, std::string(action(earlier_writes)) + sites_[earlier.site] + " and " + action(later_writes) +
-                                 sites_[later.site] + " are not ordered: " + memory().describe(address, bytes));
+  reports().add(Kind::kRace, std::string(action(earlier_writes)) + sites_[earlier.site] + " and " +
+                                 action(later_writes) + sites_[later.site] +
+                                 " are not ordered: " + memory().describe(address, bytes));
 }
 
 void Accesses::read(uintptr_t address, size_t bytes, Access access, const Clock& clock) {
@@ -87,8 +88,8 @@ void Accesses::clear() {
 }
 
 Accesses& accesses() {
-  static Accesses instance;
-  return instance;
+  static Accesses* const instance = new Accesses;  // threads may outlive what is destroyed at exit
+  return *instance;
 }
 
 }  // namespace fake

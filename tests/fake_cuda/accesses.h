@@ -1,5 +1,5 @@
-// Which piece of work touched which bytes last, and whether each access is ordered after those it must be ordered after:
-// a read after the last write, a write after the last write and after every read since.
+// Which piece of work touched which bytes last, and whether each access is ordered after those it must be ordered
+// after: a read after the last write, a write after the last write and after every read since.
 #pragma once
 
 #include <cstddef>

@@ -1,8 +1,7 @@
 // The kernels of codec.cu for the host. Each takes one argument, a struct.
+#include "cuda/codec_args.h"
 #include "host_kernels.h"
 #include "kernels.h"
-
-#include "cuda/codec_args.h"
 
 namespace fake {
 

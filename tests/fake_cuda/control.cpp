@@ -3,6 +3,7 @@
 
 #include "accesses.h"
 #include "driver.h"
+#include "idle_driver.h"
 #include "memory.h"
 
 using namespace fake;
@@ -35,12 +36,12 @@ extern "C" {
 // ---- control.h: the run
 
 void fake_reset(void) {
+  IdleDriver::start(0);
   Locked lock(queues().lock());
   queues().clear();
   driver().events.clear();
   driver().modules.clear();
   driver().names.clear();
-  driver().is_initialised = false;
   driver().global_captures = 0;
   for (CUctx_st& context : driver().contexts) context = {};
   thread_state() = {};
@@ -60,6 +61,8 @@ void fake_set_deadline(double seconds) {
   queues().set_deadline(seconds);
 }
 
+void fake_drive_when_idle(double seconds) { IdleDriver::start(seconds); }
+
 bool fake_drain(void) {
   Locked lock(queues().lock());
   const bool is_complete = queues().drain("fake_drain");
@@ -70,7 +73,7 @@ bool fake_drain(void) {
 bool fake_run_until(CUstream_st* handle) {
   Locked lock(queues().lock());
   CUstream_st* stream = find_stream("fake_run_until", handle);
-  return stream && queues().run_before(*stream, "fake_run_until of " + stream->name);
+  return stream && queues().run_before({stream}, "fake_run_until of " + stream->name);
 }
 
 bool fake_synchronize(CUstream_st* handle) {
@@ -116,7 +119,8 @@ bool fake_register(const void* address, size_t bytes, const char* name, CUstream
   if (!stream) return false;
   const auto base = reinterpret_cast<uintptr_t>(address);
   if (bytes == 0 || !memory().add(base, bytes, stream->context, name)) {
-    return misused("fake_register", std::string(name) + " is empty or overlaps what is live: " + memory().describe(base, bytes));
+    return misused("fake_register",
+                   std::string(name) + " is empty or overlaps what is live: " + memory().describe(base, bytes));
   }
   stream->clock.join(queues().host_clock());
   accesses().begin(base, bytes, {stream->clock.tick(stream->line), accesses().site("allocation", stream->name)});
@@ -129,7 +133,8 @@ bool fake_adopt(const void* address, size_t bytes, const char* name) {
   if (!stream) return false;
   const auto base = reinterpret_cast<uintptr_t>(address);
   if (bytes == 0 || !memory().add(base, bytes, stream->context, name)) {
-    return misused("fake_adopt", std::string(name) + " is empty or overlaps what is live: " + memory().describe(base, bytes));
+    return misused("fake_adopt",
+                   std::string(name) + " is empty or overlaps what is live: " + memory().describe(base, bytes));
   }
   accesses().forget(base, bytes);
   return true;
@@ -150,16 +155,15 @@ bool fake_unregister(const void* address, CUstream_st* handle, CUstream_st* cons
   const auto base = reinterpret_cast<uintptr_t>(address);
   Allocation* allocation = memory().starting_at(base);
   if (!stream || !allocation || allocation->block) return misused("fake_unregister", "not registered memory");
-  const std::string what = "free of " + allocation->name;
-  bool is_complete = queues().run_before(*stream, what);
-  Clock clock = stream->clock;
-  clock.join(queues().host_clock());
+  std::vector<CUstream_st*> streams{stream};
   for (size_t i = 0; i < used_count; ++i) {
     CUstream_st* other = find_stream("fake_unregister", used[i]);
     if (!other) return false;
-    is_complete &= queues().run_before(*other, what);
-    clock.join(other->clock);
+    streams.push_back(other);
   }
+  const bool is_complete = queues().run_before(streams, "free of " + allocation->name);
+  Clock clock = queues().host_clock();
+  for (const CUstream_st* other : streams) clock.join(other->clock);
   const Access access{stream->clock.tick(stream->line), accesses().site("free", stream->name)};
   accesses().write(base, allocation->bytes, access, clock);
   memory().release(*allocation);
@@ -293,7 +297,8 @@ bool fake_end_capture(CUstream_st* handle) {
   Locked lock(queues().lock());
   CUstream_st* stream = find_stream("fake_end_capture", handle);
   if (!stream) return false;
-  if (!stream->capture || !stream->capture_origin) return misused("fake_end_capture", stream->name + " began no capture");
+  if (!stream->capture || !stream->capture_origin)
+    return misused("fake_end_capture", stream->name + " began no capture");
   bool is_whole = true;
   for (const auto& other : queues().streams().all()) {
     if (other->capture != stream->capture) continue;
@@ -368,7 +373,8 @@ void* fake_allocate(size_t bytes, size_t alignment, const char* name) {
   CUctx_st* context = current_context();
   if (!context || bytes == 0) return nullptr;
   if (memory().live_bytes(context) + bytes > script().machine.memory_bytes) return nullptr;
-  const Allocation& made = memory().allocate(bytes, alignment ? alignment : 512, Place::kDevice, context, name ? name : "");
+  const Allocation& made =
+      memory().allocate(bytes, alignment ? alignment : 512, Place::kDevice, context, name ? name : "");
   accesses().forget(made.base, bytes);
   return reinterpret_cast<void*>(made.base);
 }

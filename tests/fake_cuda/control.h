@@ -1,5 +1,5 @@
-/* What a test tells the stand-in, and what it asks it afterwards. Streams are handles as cuStreamCreate gave them; null is
- * the legacy stream of the current context. control.py wraps all of it for Python. */
+/* What a test tells the stand-in, and what it asks it afterwards. Streams are handles as cuStreamCreate gave them; null
+ * is the legacy stream of the current context. control.py wraps all of it for Python. */
 #pragma once
 
 #include <stdint.h>
@@ -12,7 +12,8 @@ extern "C" {
 
 /* ---- the run */
 
-/* As freshly loaded: streams, events, memory, reports, clocks and scripts are gone, and handles mean nothing. */
+/* As freshly loaded, but for cuInit, which a program calls once: streams, events, memory, reports, clocks and scripts
+ * are gone, and handles mean nothing. */
 FAKE_EXPORT void fake_reset(void);
 
 /* Which of the streams that could go on comes next: the one whose work was enqueued first, last, or any. */
@@ -21,6 +22,11 @@ FAKE_EXPORT void fake_set_order(int order, uint64_t seed);
 
 /* How long a drain and its kin wait for work that cannot go on (default 20 s). */
 FAKE_EXPORT void fake_set_deadline(double seconds);
+
+/* A device goes on by itself; here, a rank that drives nothing (it waits for a message that its peer will send after
+ * their collective) would hold up all. So a thread runs what can run once nothing has driven for so long and work is
+ * pending; 0: no such thread (the default, for runs that follow from their seed alone). */
+FAKE_EXPORT void fake_drive_when_idle(double seconds);
 
 /* Runs everything; false: not all of it within the deadline. Afterwards, red zones are checked. */
 FAKE_EXPORT bool fake_drain(void);
@@ -36,7 +42,8 @@ FAKE_EXPORT bool fake_synchronize(struct CUstream_st* stream);
 
 /* What a torch op on this stream read and wrote, just now: work that is enqueued and complete at once. */
 FAKE_EXPORT bool fake_op(struct CUstream_st* stream, const char* name, const FakeRange* ranges, size_t count);
-FAKE_EXPORT bool fake_access(struct CUstream_st* stream, const void* address, size_t bytes, bool write, const char* name);
+FAKE_EXPORT bool fake_access(struct CUstream_st* stream, const void* address, size_t bytes, bool write,
+                             const char* name);
 
 /* An access by the host: ordered after what it has seen complete, before what it enqueues from here on. */
 FAKE_EXPORT bool fake_host_access(const void* address, size_t bytes, bool write, const char* name);
@@ -51,8 +58,8 @@ FAKE_EXPORT bool fake_adopt(const void* address, size_t bytes, const char* name)
 /* Not device memory any longer, without having been freed. */
 FAKE_EXPORT bool fake_forget(const void* address);
 
-/* It is freed, which counts as a write on the stream after what is enqueued on the streams `used` until now. What they are
- * ordered after is run first, as the memory may be gone after this call. */
+/* It is freed, which counts as a write on the stream after what is enqueued on the streams `used` until now. What they
+ * are ordered after is run first, as the memory may be gone after this call. */
 FAKE_EXPORT bool fake_unregister(const void* address, struct CUstream_st* stream, struct CUstream_st* const* used,
                                  size_t used_count);
 

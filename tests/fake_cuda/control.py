@@ -82,6 +82,7 @@ _TYPES = {
     "fake_reset": (None,),
     "fake_set_order": (None, ctypes.c_int, ctypes.c_uint64),
     "fake_set_deadline": (None, ctypes.c_double),
+    "fake_drive_when_idle": (None, ctypes.c_double),
     "fake_drain": (ctypes.c_bool,),
     "fake_run_until": (ctypes.c_bool, _stream),
     "fake_synchronize": (ctypes.c_bool, _stream),
@@ -141,6 +142,10 @@ class Control:
     def deadline(self, seconds: float) -> None:
         self.library.fake_set_deadline(seconds)
 
+    def drive_when_idle(self, seconds: float) -> None:
+        """A thread runs what can run once nothing else has driven for so long; 0: none. Not before a fork."""
+        self.library.fake_drive_when_idle(seconds)
+
     def drain(self) -> bool:
         """Runs everything. False: some of it did not get to its end within the deadline."""
         return self.library.fake_drain()
@@ -194,7 +199,9 @@ class Control:
         """Of these kinds, or of all, in the order in which they were first made."""
         library = self.library
         found = [
-            Report(KINDS[library.fake_report_kind(i)], library.fake_report_text(i).decode(), library.fake_report_times(i))
+            Report(
+                KINDS[library.fake_report_kind(i)], library.fake_report_text(i).decode(), library.fake_report_times(i)
+            )
             for i in range(library.fake_report_count())
         ]
         return [report for report in found if not kinds or report.kind in kinds]
@@ -239,7 +246,8 @@ class Control:
     def sites(self) -> list[Site]:
         library = self.library
         return [
-            Site(library.fake_site_name(i).decode(), library.fake_site_calls(i)) for i in range(library.fake_site_count())
+            Site(library.fake_site_name(i).decode(), library.fake_site_calls(i))
+            for i in range(library.fake_site_count())
         ]
 
     @contextmanager
@@ -255,8 +263,10 @@ class Control:
 
     @contextmanager
     def capture(self, stream: int, mode: int = 0) -> Iterator[None]:
-        """A graph is captured on the stream within (mode: 0 global, 1 of this thread, 2 relaxed). Raises where its rules
-        were broken; the reports say how."""
+        """A graph is captured on the stream within (mode: 0 global, 1 of this thread, 2 relaxed).
+
+        Raises RuntimeError where its rules were broken; the reports say how.
+        """
         if not self.library.fake_begin_capture(stream, mode):
             raise RuntimeError(self.reports("misuse")[-1].text)
         try:

@@ -5,8 +5,8 @@
 namespace fake {
 
 Driver& driver() {
-  static Driver instance;
-  return instance;
+  static Driver* const instance = new Driver;  // threads may outlive what is destroyed at exit
+  return *instance;
 }
 
 ThreadState& thread_state() {

@@ -44,7 +44,7 @@ struct Driver {
   Handles<CUevent_st> events;
   Handles<CUmod_st> modules;
   std::set<std::string> names;  // that fake_find_allocation has handed out
-  int global_captures = 0;         // under way in the mode that forbids unsafe calls to all threads
+  int global_captures = 0;      // under way in the mode that forbids unsafe calls to all threads
   uint64_t next_capture = 1;
 };
 Driver& driver();

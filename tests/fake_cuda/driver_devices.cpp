@@ -30,7 +30,8 @@ constexpr ErrorText kErrors[] = {
     {kNotReady, "CUDA_ERROR_NOT_READY", "device not ready"},
     {kLaunchFailed, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
     {kSystemNotReady, "CUDA_ERROR_SYSTEM_NOT_READY", "system not yet initialized"},
-    {kSystemDriverMismatch, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "system has unsupported display driver / cuda driver combination"},
+    {kSystemDriverMismatch, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
+     "system has unsupported display driver / cuda driver combination"},
     {kStreamCaptureUnsupported, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
      "operation not permitted when stream is capturing"},
     {kCaptureInvalidatedError, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
@@ -39,7 +40,7 @@ constexpr ErrorText kErrors[] = {
      "dependency created on uncaptured work in another stream"},
 };
 
-Result error_text(Result error, const char** text, const char* ErrorText::*member) {
+Result error_text(Result error, const char** text, const char* ErrorText::* member) {
   for (const ErrorText& known : kErrors) {
     if (known.result != error) continue;
     *text = known.*member;

@@ -27,6 +27,14 @@ bool is_of_device(const Call& call, DeviceAddress address, size_t bytes, bool wr
   return bytes == 0 || memory().check(call.symbol(), address, bytes, write);
 }
 
+// Host memory, pinned or not? Reported, where it is the device's.
+bool is_of_host(const Call& call, const void* address) {
+  const Allocation* allocation = memory().holding(reinterpret_cast<uintptr_t>(address));
+  if (!allocation || allocation->is_host()) return true;
+  call.misuse(kInvalidValue, allocation->name + " is device memory, not host memory");
+  return false;
+}
+
 // A copy or fill, with the ranges that it touches.
 Result enqueue(const Call& call, StreamHandle handle, std::function<void()> action, std::vector<FakeRange> ranges,
                WorkPtr* enqueued = nullptr) {
@@ -59,7 +67,8 @@ Result free(const Call& call, uintptr_t address, bool is_host) {
     return call.misuse(kInvalidValue, memory().describe(address, 0) + ", not the start of live memory");
   }
   if (allocation->is_host() != is_host) return call.misuse(kInvalidValue, allocation->name + " is of the other kind");
-  if (allocation->context != &call.context()) return call.misuse(kInvalidValue, allocation->name + " is on another device");
+  if (allocation->context != &call.context())
+    return call.misuse(kInvalidValue, allocation->name + " is on another device");
   synchronise_for_free(call, allocation->name);
   memory().release(*allocation);
   return kSuccess;
@@ -106,10 +115,11 @@ Result cuMemFreeHost(void* address) {
 Result cuMemcpyHtoDAsync(DeviceAddress to, const void* from, size_t bytes, StreamHandle stream) {
   Call call("cuMemcpyHtoDAsync_v2", Needs::kContext);
   if (call.is_refused()) return call.result();
-  if (!is_of_device(call, to, bytes, true)) return kInvalidValue;
+  if (!is_of_device(call, to, bytes, true) || !is_of_host(call, from)) return kInvalidValue;
   void* target = reinterpret_cast<void*>(to);
   if (memory().holding(reinterpret_cast<uintptr_t>(from))) {
-    return enqueue(call, stream, [=] { std::memcpy(target, from, bytes); }, {{from, bytes, false}, {target, bytes, true}});
+    return enqueue(call, stream, [=] { std::memcpy(target, from, bytes); },
+                   {{from, bytes, false}, {target, bytes, true}});
   }
   auto staged = std::make_shared<std::vector<char>>(bytes);
   std::memcpy(staged->data(), from, bytes);
@@ -120,7 +130,7 @@ Result cuMemcpyHtoDAsync(DeviceAddress to, const void* from, size_t bytes, Strea
 Result cuMemcpyDtoHAsync(void* to, DeviceAddress from, size_t bytes, StreamHandle stream) {
   Call call("cuMemcpyDtoHAsync_v2", Needs::kContext);
   if (call.is_refused()) return call.result();
-  if (!is_of_device(call, from, bytes, false)) return kInvalidValue;
+  if (!is_of_device(call, from, bytes, false) || !is_of_host(call, to)) return kInvalidValue;
   const void* source = pointer(from);
   auto copy = [=] { std::memcpy(to, source, bytes); };
   if (memory().holding(reinterpret_cast<uintptr_t>(to))) {

@@ -44,11 +44,11 @@ class Launch {
     }
     std::vector<unsigned> blocks(size_t{grid_.x} * grid_.y * grid_.z);
     std::iota(blocks.begin(), blocks.end(), 0U);
-    for (size_t i = blocks.size(); i > 1; --i) std::swap(blocks[i - 1], blocks[queues().random(static_cast<unsigned>(i))]);
+    for (size_t i = blocks.size(); i > 1; --i)
+      std::swap(blocks[i - 1], blocks[queues().random(static_cast<unsigned>(i))]);
     recorder.run([&] {
       for (unsigned block : blocks) {
-        kernel_.run(pointers_.data(), grid_,
-                    {block % grid_.x, block / grid_.x % grid_.y, block / grid_.x / grid_.y});
+        kernel_.run(pointers_.data(), grid_, {block % grid_.x, block / grid_.x % grid_.y, block / grid_.x / grid_.y});
       }
     });
     work.ranges = recorder.ranges();
@@ -138,8 +138,7 @@ Result cuLaunchKernel(Function function, unsigned grid_x, unsigned grid_y, unsig
   }
   CUstream_st* stream = call.stream(handle);
   if (!stream) return kInvalidHandle;
-  auto launch =
-      std::make_shared<Launch>(*function->kernel, arguments, FakeKernel::Index{grid_x, grid_y, grid_z});
+  auto launch = std::make_shared<Launch>(*function->kernel, arguments, FakeKernel::Index{grid_x, grid_y, grid_z});
   Work work;
   work.name = function->name;
   work.step = [launch](Work& self) {

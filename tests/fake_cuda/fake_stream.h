@@ -1,8 +1,8 @@
 /* What a stand-in for another library of the device (NCCL) is built on: device work of its own on the streams of
  * libfake_cuda.so, which it links against. Plain C, so that it holds across shared objects.
  *
- * Nothing runs when it is enqueued. It runs when something drives the streams (a query, a drain, a torch op that depends
- * on it), in an order that a seeded adversary chooses, always under the one lock of the stand-in. */
+ * Nothing runs when it is enqueued. It runs when something drives the streams (a query, a drain, a torch op that
+ * depends on it), in an order that a seeded adversary chooses, always under the one lock of the stand-in. */
 #pragma once
 
 #include <stdbool.h>
@@ -24,12 +24,12 @@ typedef struct FakeRange {
 } FakeRange;
 
 /* Device work. `step` gets it as far as it goes without waiting: true once it is complete, false where it cannot go on
- * for now (a peer has not come); other streams go on meanwhile, and `step` is called again. It may run on any host thread,
- * under the lock, and must neither block nor throw. `ranges` (copied, may be empty) are what it touches over its whole
- * life: checked to lie within live allocations before the first step, and against the order of all other accesses after
- * the last one. If they do not, the error is reported and `step` is never called. */
+ * for now (a peer has not come); other streams go on meanwhile, and `step` is called again. It may run on any host
+ * thread, under the lock, and must neither block nor throw. `ranges` (copied, may be empty) are what it touches over
+ * its whole life: checked to lie within live allocations before the first step, and against the order of all other
+ * accesses after the last one. If they do not, the error is reported and `step` is never called. */
 typedef struct FakeTask {
-  const char* name;         /* in reports; copied */
+  const char* name; /* in reports; copied */
   bool (*step)(void* self);
   void (*drop)(void* self); /* frees self: after the last step, or where there will be none; may be null */
   void* self;
@@ -50,13 +50,13 @@ typedef struct FakeAllocation {
   const void* base;
   size_t bytes;
   const char* name;
-  int device;   /* -1: pinned host memory */
+  int device; /* -1: pinned host memory */
   bool is_host;
 } FakeAllocation;
 FAKE_EXPORT bool fake_find_allocation(const void* address, FakeAllocation* found);
 
-/* Device memory with guarded ends, as cuMemAlloc gives it but aligned as asked (a power of two, 0: 512) and under a name.
- * Null: no context is current, or bytes is 0. Freed by cuMemFree. */
+/* Device memory with guarded ends, as cuMemAlloc gives it but aligned as asked (a power of two, 0: 512) and under a
+ * name. Null: no context is current, or bytes is 0. Freed by cuMemFree. */
 FAKE_EXPORT void* fake_allocate(size_t bytes, size_t alignment, const char* name);
 
 /* The lock under which everything here happens; recursive, and held during `step`. For state of one's own that both
@@ -68,8 +68,8 @@ FAKE_EXPORT void fake_unlock(void);
  * ("ncclAllReduce: ..."). */
 FAKE_EXPORT void fake_misuse(const char* text);
 
-/* The result that a test has scripted for this call of a function (fake_fail_call in control.h), else 0; counts the call.
- * For every function that a stand-in exports. */
+/* The result that a test has scripted for this call of a function (fake_fail_call in control.h), else 0; counts the
+ * call. For every function that a stand-in exports. */
 FAKE_EXPORT int fake_enter(const char* function);
 
 /* Is an iteration being captured on this stream (0 no, 1 yes, 2 broken)? */

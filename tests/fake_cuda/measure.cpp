@@ -153,12 +153,12 @@ void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_vptr_update(void**, void*) {}
 
-#define FAKE_ACCESSES(bytes)                                                                   \
-  void __tsan_read##bytes(void* address) { FAKE_TOUCH(address, bytes, false); }                 \
-  void __tsan_write##bytes(void* address) { FAKE_TOUCH(address, bytes, true); }                 \
-  void __tsan_volatile_read##bytes(void* address) { FAKE_TOUCH(address, bytes, false); }        \
-  void __tsan_volatile_write##bytes(void* address) { FAKE_TOUCH(address, bytes, true); }        \
-  void __tsan_unaligned_read##bytes(void* address) { FAKE_TOUCH(address, bytes, false); }       \
+#define FAKE_ACCESSES(bytes)                                                              \
+  void __tsan_read##bytes(void* address) { FAKE_TOUCH(address, bytes, false); }           \
+  void __tsan_write##bytes(void* address) { FAKE_TOUCH(address, bytes, true); }           \
+  void __tsan_volatile_read##bytes(void* address) { FAKE_TOUCH(address, bytes, false); }  \
+  void __tsan_volatile_write##bytes(void* address) { FAKE_TOUCH(address, bytes, true); }  \
+  void __tsan_unaligned_read##bytes(void* address) { FAKE_TOUCH(address, bytes, false); } \
   void __tsan_unaligned_write##bytes(void* address) { FAKE_TOUCH(address, bytes, true); }
 FAKE_ACCESSES(1)
 FAKE_ACCESSES(2)
@@ -171,37 +171,36 @@ void __tsan_write_range(void* address, size_t bytes) { FAKE_TOUCH(address, bytes
 
 // An atomic operation reads and writes; what it reads is what earlier work left there. Memory orders may be relaxed, as
 // one thread runs all of a kernel.
-#define FAKE_ATOMICS(bits, Type)                                                                             \
-  Type __tsan_atomic##bits##_load(const volatile Type* address, int) {                                       \
-    FAKE_TOUCH(address, sizeof(Type), false);                                                                \
-    return __atomic_load_n(address, __ATOMIC_RELAXED);                                                       \
-  }                                                                                                          \
-  void __tsan_atomic##bits##_store(volatile Type* address, Type value, int) {                                \
-    FAKE_TOUCH(address, sizeof(Type), true);                                                                 \
-    __atomic_store_n(address, value, __ATOMIC_RELAXED);                                                      \
-  }                                                                                                          \
-  Type __tsan_atomic##bits##_exchange(volatile Type* address, Type value, int) {                             \
-    FAKE_TOUCH(address, sizeof(Type), false);                                                                \
-    FAKE_TOUCH(address, sizeof(Type), true);                                                                 \
-    return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);                                            \
-  }                                                                                                          \
-  int __tsan_atomic##bits##_compare_exchange_strong(volatile Type* address, Type* expected, Type value, int, \
-                                                    int) {                                                   \
-    FAKE_TOUCH(address, sizeof(Type), false);                                                                \
-    FAKE_TOUCH(address, sizeof(Type), true);                                                                 \
-    return __atomic_compare_exchange_n(address, expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED); \
-  }                                                                                                          \
-  int __tsan_atomic##bits##_compare_exchange_weak(volatile Type* address, Type* expected, Type value,        \
-                                                  int success, int failure) {                                \
-    return __tsan_atomic##bits##_compare_exchange_strong(address, expected, value, success, failure);        \
-  }                                                                                                          \
-  FAKE_FETCH(bits, Type, add) FAKE_FETCH(bits, Type, sub) FAKE_FETCH(bits, Type, and)                        \
-  FAKE_FETCH(bits, Type, or) FAKE_FETCH(bits, Type, xor)
-#define FAKE_FETCH(bits, Type, operation)                                                    \
-  Type __tsan_atomic##bits##_fetch_##operation(volatile Type* address, Type value, int) {    \
-    FAKE_TOUCH(address, sizeof(Type), false);                                                \
-    FAKE_TOUCH(address, sizeof(Type), true);                                                 \
-    return __atomic_fetch_##operation(address, value, __ATOMIC_RELAXED);                     \
+#define FAKE_ATOMICS(bits, Type)                                                                                    \
+  Type __tsan_atomic##bits##_load(const volatile Type* address, int) {                                              \
+    FAKE_TOUCH(address, sizeof(Type), false);                                                                       \
+    return __atomic_load_n(address, __ATOMIC_RELAXED);                                                              \
+  }                                                                                                                 \
+  void __tsan_atomic##bits##_store(volatile Type* address, Type value, int) {                                       \
+    FAKE_TOUCH(address, sizeof(Type), true);                                                                        \
+    __atomic_store_n(address, value, __ATOMIC_RELAXED);                                                             \
+  }                                                                                                                 \
+  Type __tsan_atomic##bits##_exchange(volatile Type* address, Type value, int) {                                    \
+    FAKE_TOUCH(address, sizeof(Type), false);                                                                       \
+    FAKE_TOUCH(address, sizeof(Type), true);                                                                        \
+    return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);                                                   \
+  }                                                                                                                 \
+  int __tsan_atomic##bits##_compare_exchange_strong(volatile Type* address, Type* expected, Type value, int, int) { \
+    FAKE_TOUCH(address, sizeof(Type), false);                                                                       \
+    FAKE_TOUCH(address, sizeof(Type), true);                                                                        \
+    return __atomic_compare_exchange_n(address, expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);        \
+  }                                                                                                                 \
+  int __tsan_atomic##bits##_compare_exchange_weak(volatile Type* address, Type* expected, Type value, int success,  \
+                                                  int failure) {                                                    \
+    return __tsan_atomic##bits##_compare_exchange_strong(address, expected, value, success, failure);               \
+  }                                                                                                                 \
+  FAKE_FETCH(bits, Type, add)                                                                                       \
+  FAKE_FETCH(bits, Type, sub) FAKE_FETCH(bits, Type, and) FAKE_FETCH(bits, Type, or) FAKE_FETCH(bits, Type, xor)
+#define FAKE_FETCH(bits, Type, operation)                                                 \
+  Type __tsan_atomic##bits##_fetch_##operation(volatile Type* address, Type value, int) { \
+    FAKE_TOUCH(address, sizeof(Type), false);                                             \
+    FAKE_TOUCH(address, sizeof(Type), true);                                              \
+    return __atomic_fetch_##operation(address, value, __ATOMIC_RELAXED);                  \
   }
 FAKE_ATOMICS(32, uint32_t)
 FAKE_ATOMICS(64, uint64_t)

@@ -120,7 +120,8 @@ void Memory::check_red_zones(const Allocation& allocation) {
   if (!allocation.block) return;
   const unsigned char* begin = allocation.block.get();
   const unsigned char* data = begin + (allocation.base - reinterpret_cast<uintptr_t>(begin));
-  if (!is_all(begin, data, kRedZone)) reports().add(Kind::kMemory, allocation.name + " was written to before its start");
+  if (!is_all(begin, data, kRedZone))
+    reports().add(Kind::kMemory, allocation.name + " was written to before its start");
   if (!is_all(data + allocation.bytes, begin + allocation.block_bytes, kRedZone)) {
     reports().add(Kind::kMemory, allocation.name + " was written to past its end");
   }
@@ -133,7 +134,8 @@ void Memory::check_red_zones() {
 void Memory::report_leaks() {
   for (const auto& [base, allocation] : live_) {
     if (allocation->block) {
-      reports().add(Kind::kLeak, allocation->name + ", " + std::to_string(allocation->bytes) + " bytes, was never freed");
+      reports().add(Kind::kLeak,
+                    allocation->name + ", " + std::to_string(allocation->bytes) + " bytes, was never freed");
     }
   }
 }
@@ -154,8 +156,8 @@ void Memory::clear() {
 }
 
 Memory& memory() {
-  static Memory instance;
-  return instance;
+  static Memory* const instance = new Memory;  // threads may outlive what is destroyed at exit
+  return *instance;
 }
 
 }  // namespace fake

@@ -47,6 +47,7 @@ struct CUstream_st {
   bool blocking = true;  // synchronises with the legacy stream
   bool is_alive = true;
   int priority = 0;
+  uint64_t precedence = 0;  // among the streams that could go on, in a random order
   std::string name;
   std::deque<fake::WorkPtr> pending;
   fake::WorkPtr tail;  // the newest work, also when it is done

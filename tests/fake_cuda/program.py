@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Callable
 
-from fake_cuda.control import Control
+from fake_cuda.control import Control, Range
 
 NON_BLOCKING = 1
 BLOCKING = 0
 WITHOUT_TIMING = 2
+
+
+_Step = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
+_Drop = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class _Task(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("step", _Step),
+        ("drop", _Drop),
+        ("self", ctypes.c_void_p),
+        ("ranges", ctypes.POINTER(Range)),
+        ("range_count", ctypes.c_size_t),
+    ]
 
 
 class DriverError(Exception):
@@ -25,6 +41,7 @@ class Program:
         self.control = control
         self.device = device
         self.functions: dict[str, int] = {}
+        self._callbacks: list[object] = []  # which tasks call as long as they are pending
 
     def __enter__(self) -> Program:
         self.call("cuInit", 0)
@@ -99,13 +116,44 @@ class Program:
         self.call("cuMemFree_v2", ctypes.c_ulonglong(address))
 
     def copy(self, to: int, source: int, numel: int, stream: int) -> None:
-        arguments = (ctypes.c_ulonglong(to), ctypes.c_ulonglong(source), ctypes.c_size_t(4 * numel), ctypes.c_void_p(stream))
+        arguments = (
+            ctypes.c_ulonglong(to),
+            ctypes.c_ulonglong(source),
+            ctypes.c_size_t(4 * numel),
+            ctypes.c_void_p(stream),
+        )
         self.call("cuMemcpyDtoDAsync_v2", *arguments)
+
+    def copy_to_host(self, to: int, source: int, numel: int, stream: int) -> None:
+        arguments = (
+            ctypes.c_void_p(to),
+            ctypes.c_ulonglong(source),
+            ctypes.c_size_t(4 * numel),
+            ctypes.c_void_p(stream),
+        )
+        self.call("cuMemcpyDtoHAsync_v2", *arguments)
 
     @staticmethod
     def values(address: int, numel: int) -> list[float]:
         """As they are in memory now, whatever is still to run."""
         return array("f", ctypes.string_at(address, 4 * numel)).tolist()
+
+    # ---- tasks, as another library of the device enqueues them
+
+    def task(
+        self,
+        name: str,
+        stream: int,
+        step: Callable[[], bool],
+        drop: Callable[[], None] = lambda: None,
+        writes: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        """step: True once it is complete. writes: (address, bytes)."""
+        callbacks = _Step(lambda _: step()), _Drop(lambda _: drop())
+        self._callbacks.append(callbacks)
+        ranges = (Range * len(writes))(*[Range(address, count, True) for address, count in writes])
+        task = _Task(name.encode(), *callbacks, None, ranges, len(writes))
+        self.call("fake_enqueue", ctypes.c_void_p(stream), ctypes.byref(task))
 
     # ---- kernels of test_kernels.cpp
 

@@ -30,6 +30,7 @@ CUstream_st& Queues::make_stream(CUctx_st& context, bool blocking, int priority)
   stream.line = lines_++;
   stream.blocking = blocking;
   stream.priority = priority;
+  stream.precedence = generator_();
   stream.name = "stream " + std::to_string(stream.line);
   return stream;
 }
@@ -96,8 +97,8 @@ void Queues::step(CUstream_st& stream) {
     bool all_valid = true;
     std::erase_if(work->ranges, [](const FakeRange& range) { return range.bytes == 0; });
     for (const FakeRange& range : work->ranges) {
-      all_valid &= memory().check(work->name + " on " + stream.name, reinterpret_cast<uintptr_t>(range.address), range.bytes,
-                                  range.write);
+      all_valid &= memory().check(work->name + " on " + stream.name, reinterpret_cast<uintptr_t>(range.address),
+                                  range.bytes, range.write);
     }
     if (!all_valid) {
       work->step = nullptr;
@@ -116,7 +117,17 @@ void Queues::step(CUstream_st& stream) {
   }
 }
 
+// The streams have an order of precedence at random, in which one changes its place now and then. A choice among all at
+// each step would hardly ever let one stream fall far behind the others, and that is where orderings are missed.
+CUstream_st& Queues::random_one(const std::vector<CUstream_st*>& ready) {
+  constexpr unsigned kStepsToAChange = 8;
+  if (random(kStepsToAChange) == 0) ready[random(static_cast<unsigned>(ready.size()))]->precedence = generator_();
+  return **std::max_element(ready.begin(), ready.end(),
+                            [](const CUstream_st* a, const CUstream_st* b) { return a->precedence < b->precedence; });
+}
+
 Queues::Progress Queues::step_one(const Chosen* among) {
+  driven_ = std::chrono::steady_clock::now();
   std::vector<CUstream_st*> ready;
   bool is_blocked = false;
   for (const auto& stream : streams_.all()) {
@@ -141,7 +152,7 @@ Queues::Progress Queues::step_one(const Chosen* among) {
       step(**std::max_element(ready.begin(), ready.end(), is_earlier));
       break;
     case Order::kRandom:
-      step(*ready[random(static_cast<unsigned>(ready.size()))]);
+      step(random_one(ready));
       break;
   }
   return Progress::kSome;
@@ -189,9 +200,13 @@ bool Queues::run_until(const WorkPtr& work, const std::string& what) {
   return drive([&] { return work->done; }, &chosen, what);
 }
 
-bool Queues::run_before(CUstream_st& stream, const std::string& what) {
-  std::vector<WorkPtr> last = legacy_order(stream);
-  if (stream.tail) last.push_back(stream.tail);
+bool Queues::run_before(const std::vector<CUstream_st*>& streams, const std::string& what) {
+  std::vector<WorkPtr> last;
+  for (const CUstream_st* stream : streams) {
+    const std::vector<WorkPtr> others = legacy_order(*stream);
+    last.insert(last.end(), others.begin(), others.end());
+    if (stream->tail) last.push_back(stream->tail);
+  }
   Chosen chosen;
   for (const WorkPtr& work : last) add_before(work, chosen);
   return drive([&] { return std::all_of(last.begin(), last.end(), [](const WorkPtr& work) { return work->done; }); },
@@ -215,6 +230,14 @@ void Queues::run_some() {
   }
 }
 
+void Queues::run_if_idle(std::chrono::steady_clock::time_point since) {
+  if (running_ || driven_ > since) return;
+  blocked_.clear();
+  while (step_one(nullptr) == Progress::kSome) {
+  }
+  driven_ = since;
+}
+
 bool Queues::is_idle(const CUstream_st& stream) const {
   if (!stream.pending.empty()) return false;
   const std::vector<WorkPtr> others = legacy_order(stream);
@@ -236,8 +259,8 @@ std::string Queues::pending_text() const {
   for (const auto& stream : streams_.all()) {
     if (stream->pending.empty()) continue;
     const Work& front = *stream->pending.front();
-    text += (text.empty() ? "" : "; ") + stream->name + " at " + front.name + (may_run(*stream) ? "" : " (waits)") + ", " +
-            std::to_string(stream->pending.size()) + " in all";
+    text += (text.empty() ? "" : "; ") + stream->name + " at " + front.name + (may_run(*stream) ? "" : " (waits)") +
+            ", " + std::to_string(stream->pending.size()) + " in all";
   }
   return text.empty() ? "nothing is pending" : text;
 }
@@ -259,8 +282,8 @@ void Queues::clear() {
 }
 
 Queues& queues() {
-  static Queues instance;
-  return instance;
+  static Queues* const instance = new Queues;  // threads may outlive what is destroyed at exit
+  return *instance;
 }
 
 }  // namespace fake

@@ -1,8 +1,8 @@
 // The streams' queues and the adversary that runs them.
 //
-// Enqueueing computes the clocks and runs nothing. Whatever drives (a query, a drain, a torch op) runs work whose turn it
-// is: first in its stream, after all that it waits for. Which of several such streams comes next is the adversary's choice.
-// So every order that the program permits can happen, and no order is an accident of threads.
+// Enqueueing computes the clocks and runs nothing. Whatever drives (a query, a drain, a torch op) runs work whose turn
+// it is: first in its stream, after all that it waits for. Which of several such streams comes next is the adversary's
+// choice. So every order that the program permits can happen, and no order is an accident of threads.
 #pragma once
 
 #include <chrono>
@@ -32,8 +32,11 @@ class Queues {
 
   // Drives. Each is false where it did not get to the end within the deadline, which is then reported as `what`.
   bool run_until(const WorkPtr& work, const std::string& what);
-  bool run_before(CUstream_st& stream, const std::string& what);  // all that work enqueued there now would wait for
+  // All that work enqueued on these now would wait for.
+  bool run_before(const std::vector<CUstream_st*>& streams, const std::string& what);
   bool drain(const std::string& what);
+  // All that can run without waiting, if nothing has driven since `since`.
+  void run_if_idle(std::chrono::steady_clock::time_point since);
   // A few steps, as many as the adversary likes.
   void run_some();
 
@@ -57,6 +60,7 @@ class Queues {
 
   // One step of one piece of work; null: of any.
   Progress step_one(const Chosen* among);
+  CUstream_st& random_one(const std::vector<CUstream_st*>& ready);
   bool drive(const std::function<bool()>& is_over, const Chosen* among, const std::string& what);
   void step(CUstream_st& stream);
   void complete(CUstream_st& stream, Work& work);
@@ -73,6 +77,7 @@ class Queues {
   Order order_ = Order::kRandom;
   std::mt19937_64 generator_{1};
   std::chrono::duration<double> deadline_{20.0};
+  std::chrono::steady_clock::time_point driven_{};  // last
   bool running_ = false;
 };
 

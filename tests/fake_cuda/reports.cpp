@@ -17,8 +17,8 @@ void Reports::clear() {
 }
 
 Reports& reports() {
-  static Reports instance;
-  return instance;
+  static Reports* const instance = new Reports;  // threads may outlive what is destroyed at exit
+  return *instance;
 }
 
 }  // namespace fake

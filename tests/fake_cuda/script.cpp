@@ -58,8 +58,8 @@ uint64_t Calls::count(const std::string& function) const {
 void Calls::clear() { *this = Calls(); }
 
 Script& script() {
-  static Script instance;
-  return instance;
+  static Script* const instance = new Script;  // threads may outlive what is destroyed at exit
+  return *instance;
 }
 
 }  // namespace fake

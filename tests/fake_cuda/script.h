@@ -46,7 +46,9 @@ class Calls {
  public:
   // Counts one. The result it is to fail with, or 0.
   int enter(const std::string& function);
-  void fail(const std::string& function, uint64_t nth, int result) { failures_[function][counts_[function] + nth] = result; }
+  void fail(const std::string& function, uint64_t nth, int result) {
+    failures_[function][counts_[function] + nth] = result;
+  }
   uint64_t count(const std::string& function) const;
   void clear();
 

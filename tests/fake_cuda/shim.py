@@ -18,11 +18,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
 from fake_cuda.control import Control
 from fake_cuda.program import Program
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # Their result is on the host, which waits for it.
 _READ_BACK = {

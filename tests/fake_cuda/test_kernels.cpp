@@ -1,5 +1,5 @@
-// Kernels for the tests of the stand-in itself, with one float a thread and 64 threads a block. Compiled as codec.cu is,
-// so that their accesses are measured.
+// Kernels for the tests of the stand-in itself, with one float a thread and 64 threads a block. Compiled as codec.cu
+// is, so that their accesses are measured.
 #include <cstring>
 
 #include "kernels.h"
@@ -47,8 +47,8 @@ FakeKernel test_kernel(const std::string& name) {
   }
   if (name == "test_axpy") {
     return {{8, 8, 4, 4}, [](void** a, Index, Index block) {
-              axpy(argument<float*>(a, 0), argument<const float*>(a, 1), argument<unsigned>(a, 2), argument<float>(a, 3),
-                   block.x);
+              axpy(argument<float*>(a, 0), argument<const float*>(a, 1), argument<unsigned>(a, 2),
+                   argument<float>(a, 3), block.x);
             }};
   }
   if (name == "test_copy") {
