@@ -17,11 +17,6 @@ constexpr int kNone = 0x7f7f7f7f;
 
 }  // namespace
 
-Kernels::Kernels(std::shared_ptr<const GpuDevice> device, const std::string& image) : device_(std::move(device)) {
-  const Current current(device_->api(), device_->context());
-  device_->check(device_->api().module_load_data(&module_, image.data()), "cuModuleLoadData");
-}
-
 Kernels::~Kernels() {
   try {
     const Current current(device_->api(), device_->context());
