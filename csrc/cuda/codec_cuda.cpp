@@ -110,10 +110,10 @@ void CudaCodec::launch_all(What what, size_t index, std::span<const GradPointer>
   }
 }
 
-void CudaCodec::begin_check(Caller caller) {
+void CudaCodec::begin_check(Stream& stream) {
   const Current current(device_->api(), device_->context());
   device_->check(device_->api().memset_d8_async(found_->address(), kNoneByte, found_->bytes(),
-                                                static_cast<StreamHandle>(caller.stream)),
+                                                static_cast<CudaStream&>(stream).handle()),
                  "cuMemsetD8Async");
 }
 

@@ -43,7 +43,7 @@ class CudaCodec final : public BucketCodec {
   void move_bucket(size_t bucket, void* address) override { buckets_.at(bucket).layout.address = address; }
   void pack(size_t bucket, std::span<const GradPointer> grads, double scale, bool check, Caller caller) override;
   void unpack(size_t bucket, std::span<const GradPointer> grads, Stream& stream) override;
-  void begin_check(Caller caller) override;
+  void begin_check(Stream& stream) override;
   std::vector<int32_t> read_check(Caller caller) override;
 
  private:
