@@ -117,13 +117,13 @@ void CudaCodec::begin_check(Stream& stream) {
                  "cuMemsetD8Async");
 }
 
-std::vector<int32_t> CudaCodec::read_check(Caller caller) {
+std::vector<int32_t> CudaCodec::read_check(Stream& stream) {
   const Current current(device_->api(), device_->context());
   std::vector<int32_t> found(buckets_.size());
-  stream_->follow(caller);
-  device_->check(device_->api().memcpy_dtoh_async(found.data(), found_->address(), found_->bytes(), stream_->handle()),
+  device_->check(device_->api().memcpy_dtoh_async(found.data(), found_->address(), found_->bytes(),
+                                                  static_cast<CudaStream&>(stream).handle()),
                  "cuMemcpyDtoHAsync");
-  stream_->synchronize(stream_->record());
+  stream.synchronize(stream.record());
   for (int32_t& slot : found) slot = slot == kNone ? -1 : slot;
   return found;
 }

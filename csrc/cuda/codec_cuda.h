@@ -44,7 +44,7 @@ class CudaCodec final : public BucketCodec {
   void pack(size_t bucket, std::span<const GradPointer> grads, double scale, bool check, Caller caller) override;
   void unpack(size_t bucket, std::span<const GradPointer> grads, Stream& stream) override;
   void begin_check(Stream& stream) override;
-  std::vector<int32_t> read_check(Caller caller) override;
+  std::vector<int32_t> read_check(Stream& stream) override;
 
  private:
   struct Planned {

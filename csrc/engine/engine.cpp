@@ -239,8 +239,7 @@ void Engine::complete(int32_t parameter, const void* grad, DType grad_dtype) {
 
 int32_t Engine::nonfinite_parameter() {
   if (!parts_.bucket_codec || !check_finite_) return nonfinite_parameter_;
-  look_at_caller();
-  const std::vector<int32_t> found = parts_.bucket_codec->read_check(caller_);
+  const std::vector<int32_t> found = parts_.bucket_codec->read_check(*parts_.stream);
   for (size_t i = 0; i < found.size(); ++i) {
     if (found[i] < 0) continue;
     const int32_t parameter = buckets_[i].parameters.at(static_cast<size_t>(found[i]));
