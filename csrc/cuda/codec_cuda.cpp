@@ -56,6 +56,7 @@ void CudaCodec::set_plan(const std::vector<BucketLayout>& layouts) {
   const Current current(device_->api(), device_->context());
   pieces_ = std::make_unique<DeviceMemory>(device_, pieces.size() * sizeof(codec::Piece));
   found_ = std::make_unique<DeviceMemory>(device_, buckets_.size() * sizeof(int));
+  read_ = std::make_unique<PinnedMemory>(device_, found_->bytes());
   const Api& api = device_->api();
   device_->check(
       api.memcpy_htod_async(pieces_->address(), pieces.data(), pieces.size() * sizeof(codec::Piece), stream_->handle()),
@@ -119,11 +120,11 @@ void CudaCodec::begin_check(Stream& stream) {
 
 std::vector<int32_t> CudaCodec::read_check(Stream& stream) {
   const Current current(device_->api(), device_->context());
-  std::vector<int32_t> found(buckets_.size());
-  device_->check(device_->api().memcpy_dtoh_async(found.data(), found_->address(), found_->bytes(),
+  device_->check(device_->api().memcpy_dtoh_async(read_->as<int>(), found_->address(), found_->bytes(),
                                                   static_cast<CudaStream&>(stream).handle()),
                  "cuMemcpyDtoHAsync");
   stream.synchronize(stream.record());
+  std::vector<int32_t> found(read_->as<int>(), read_->as<int>() + buckets_.size());
   for (int32_t& slot : found) slot = slot == kNone ? -1 : slot;
   return found;
 }

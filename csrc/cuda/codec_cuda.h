@@ -63,6 +63,7 @@ class CudaCodec final : public BucketCodec {
   std::vector<Planned> buckets_;
   std::unique_ptr<DeviceMemory> pieces_;  // codec::Piece, of all buckets
   std::unique_ptr<DeviceMemory> found_;   // int, by bucket: the first slot that is not finite
+  std::unique_ptr<PinnedMemory> read_;    // the same on the host
   Function functions_[2][kDTypeCount][kDTypeCount] = {};
 };
 
