@@ -252,7 +252,10 @@ def _name_of(transport: str | Transport) -> str:
 
 def _usable(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not dist.is_initialized():
-        raise RuntimeError("Default process group has not been initialized, please call init_process_group first.")
+        raise RuntimeError(
+            "Default process group has not been initialized, please call init_process_group first (in a program that "
+            "torchrun or `gpucomm run` starts, or in a function given to gpucomm.launch)."
+        )
     group = group if group is not None else dist.group.WORLD
     assert group is not None
     if group in _inherited:

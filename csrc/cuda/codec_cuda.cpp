@@ -17,11 +17,6 @@ constexpr int kNone = 0x7f7f7f7f;
 
 }  // namespace
 
-Kernels::Kernels(std::shared_ptr<const GpuDevice> device, const std::string& image) : device_(std::move(device)) {
-  const Current current(device_->api(), device_->context());
-  device_->check(device_->api().module_load_data(&module_, image.data()), "cuModuleLoadData");
-}
-
 Kernels::~Kernels() {
   try {
     const Current current(device_->api(), device_->context());
@@ -115,10 +110,10 @@ void CudaCodec::launch_all(What what, size_t index, std::span<const GradPointer>
   }
 }
 
-void CudaCodec::begin_check(Caller caller) {
+void CudaCodec::begin_check(Stream& stream) {
   const Current current(device_->api(), device_->context());
   device_->check(device_->api().memset_d8_async(found_->address(), kNoneByte, found_->bytes(),
-                                                static_cast<StreamHandle>(caller.stream)),
+                                                static_cast<CudaStream&>(stream).handle()),
                  "cuMemsetD8Async");
 }
 
