@@ -42,12 +42,7 @@ class Wheel:
 
 def folders() -> list[Path]:
     extra = os.environ.get("GPUCOMM_TEST_WHEELS", "").split(os.pathsep)
-    places = [
-        sysconfig.get_paths()["purelib"],
-        ROOT / "build/nvidia/cu12",
-        ROOT / "build/nvidia/cu13",
-        *filter(None, extra),
-    ]
+    places = [sysconfig.get_paths()["purelib"], ROOT / "build/nvidia/cu12", ROOT / "build/nvidia/cu13", *filter(None, extra)]
     return [Path(place) for place in places]
 
 
