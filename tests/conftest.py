@@ -1,6 +1,7 @@
 """Ranks are forked from this process (ranks.py), so it stays single-threaded: a forked OpenMP pool hangs."""
 
 import os
+import shutil
 import signal
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -28,3 +29,19 @@ def nothing_is_left_behind():
     before = own_footprint()
     yield
     assert_nothing_left(before)
+
+
+@pytest.fixture
+def fake_cuda():
+    """The stand-in for the CUDA driver, fresh; a test that leaves an error in it fails."""
+    if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
+        pytest.skip("no C++ compiler to build the stand-in for the CUDA driver with")
+    from fake_cuda.control import loaded
+
+    control = loaded()
+    control.reset()
+    yield control
+    control.drain()
+    errors = control.errors()
+    control.reset()
+    assert not errors

@@ -1,8 +1,8 @@
 """NVIDIA's own headers and libraries, for tests that hold ours against them.
 
 Looked for in a CUDA toolkit (CUDA_HOME, else /usr/local/cuda), in wheels beside the running Python's packages, in
-build/nvidia/cu12 and cu13, which `make test-nvidia` fills, and in the folders that GPUCOMM_TEST_WHEELS names. Nothing of
-this needs a GPU. What is missing skips its test; with GPUCOMM_TEST_NVIDIA=required it fails it.
+build/nvidia/cu12 and cu13, which `make test-nvidia` fills, and in the folders that GPUCOMM_TEST_WHEELS names. None of
+it needs a GPU. What is missing skips its test; with GPUCOMM_TEST_NVIDIA=required it fails it.
 """
 
 import os
@@ -42,7 +42,12 @@ class Wheel:
 
 def folders() -> list[Path]:
     extra = os.environ.get("GPUCOMM_TEST_WHEELS", "").split(os.pathsep)
-    places = [sysconfig.get_paths()["purelib"], ROOT / "build/nvidia/cu12", ROOT / "build/nvidia/cu13", *filter(None, extra)]
+    places = [
+        sysconfig.get_paths()["purelib"],
+        ROOT / "build/nvidia/cu12",
+        ROOT / "build/nvidia/cu13",
+        *filter(None, extra),
+    ]
     return [Path(place) for place in places]
 
 

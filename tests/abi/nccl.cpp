@@ -92,14 +92,14 @@ constexpr ncclConfig_t kTheirs = NCCL_CONFIG_INITIALIZER;
 constexpr Config kOurs;
 static_assert(alignof(Config) == alignof(ncclConfig_t));
 static_assert(kOurs.size == sizeof(Config) && kTheirs.size == sizeof(ncclConfig_t));
-static_assert(kOurs.magic == kTheirs.magic);
+static_assert(kOurs.magic == kTheirs.magic, "magic");
 // NCCL reads fields by the version: it must be that of the layout, which a newer NCCL extends.
-static_assert((kOurs.version <= kTheirs.version) == (sizeof(Config) <= sizeof(ncclConfig_t)));
+static_assert((kOurs.version <= kTheirs.version) == (sizeof(Config) <= sizeof(ncclConfig_t)), "version");
 
 ABI_SAME_MEMBER(Config, size, ncclConfig_t, size);
 ABI_SAME_MEMBER(Config, magic, ncclConfig_t, magic);
 ABI_SAME_MEMBER(Config, version, ncclConfig_t, version);
-#define ABI_FIELD(ours, theirs)                     \
+#define ABI_FIELD(ours, theirs)                        \
   ABI_SAME_MEMBER(Config, ours, ncclConfig_t, theirs); \
   static_assert(kOurs.ours == kTheirs.theirs, #theirs)
 ABI_FIELD(blocking, blocking);

@@ -1,8 +1,8 @@
 // Whether a type of ours is, to a caller in machine code, the type that a vendor's header declares.
 //
 // Both are taken apart together: functions, pointers, const and arrays must agree exactly. Where the header has an
-// enumeration, ours may be an integer or an enumeration of the same size, whatever its sign. A struct of ours stands for
-// one of theirs if kStandsFor says so, and then a check of its layout belongs beside that.
+// enumeration, ours may be an integer or an enumeration of the same size, whatever its sign. A struct of ours stands
+// for one of theirs if kStandsFor says so, and then a check of its layout belongs beside that.
 #pragma once
 
 #include <type_traits>
@@ -63,9 +63,9 @@ constexpr bool equal(Ours ours, Theirs theirs) {
 }
 
 // A member of a struct of ours lies where theirs does, and has its type.
-#define ABI_SAME_MEMBER(Ours, ours, Theirs, theirs)                                                      \
-  static_assert(offsetof(Ours, ours) == offsetof(Theirs, theirs) &&                                      \
-                    abi::kSame<decltype(Ours::ours), decltype(Theirs::theirs)>,                          \
-                #Theirs "::" #theirs)
+#define ABI_SAME_MEMBER(Ours, ours, Theirs, theirs)                                                                   \
+  static_assert(                                                                                                      \
+      offsetof(Ours, ours) == offsetof(Theirs, theirs) && abi::kSame<decltype(Ours::ours), decltype(Theirs::theirs)>, \
+      #Theirs "::" #theirs)
 
 }  // namespace abi

@@ -1,0 +1,175 @@
+"""CPU tensors stand for CUDA ones: each torch op becomes work on the current stream of the stand-in.
+
+Torch's own ops run at once, so before one does, what its stream was ordered after is run (and nothing else: whatever
+the program forgot to order may still be outstanding, in values as well as in the clocks). Its reads and writes are
+recorded from the op's schema: mutated arguments and fresh results are written, other tensors are read, views are no
+access. A storage is allocated on the stream that is current at its first sight; its end is a write on that stream.
+
+Backward of CPU tensors runs in the thread that called it, so the mode sees all of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from fake_cuda.control import Control
+from fake_cuda.program import Program
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# Their result is on the host, which waits for it.
+_READ_BACK = {
+    "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::masked_select",
+    "aten::nonzero",
+    "aten::unique_consecutive",
+    "aten::_unique2",
+}
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address and bytes of what a strided tensor spans."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), span * tensor.element_size()
+
+
+def _is_memory(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.device.type == "cpu"
+        and value.layout == torch.strided
+        and value.numel() > 0
+        and value.untyped_storage().nbytes() > 0
+    )
+
+
+class CudaShim(TorchDispatchMode):
+    """Within it, and in this thread. `current` is the thread's current stream, 0 (the legacy stream) at first."""
+
+    def __init__(self, control: Control, device: int = 0) -> None:
+        super().__init__()
+        self.control = control
+        self.program = Program(control, device)
+        self._thread = threading.local()
+        self._lock = threading.RLock()
+        # By the storage's address: what ends it, and the other streams that use it.
+        self._storages: dict[int, tuple[weakref.finalize, set[int]]] = {}
+        self._count = 0
+
+    def __enter__(self) -> CudaShim:
+        self.program.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.control.drain()
+        with self._lock:
+            for address, (end, _) in self._storages.items():
+                end.detach()
+                self.control.forget(address)
+            self._storages.clear()
+        self.program.__exit__()
+
+    # ---- streams
+
+    @property
+    def current(self) -> int:
+        return getattr(self._thread, "current", 0)
+
+    @contextmanager
+    def stream(self, handle: int) -> Iterator[None]:
+        """The current stream of this thread within, as torch.cuda.stream sets it."""
+        before = self.current
+        self._thread.current = handle
+        try:
+            yield
+        finally:
+            self._thread.current = before
+
+    def synchronize(self) -> None:
+        """The host waits for the current stream."""
+        self.control.synchronize(self.current)
+
+    # ---- memory
+
+    def adopt(self, *tensors: torch.Tensor, name: str = "") -> None:
+        """Device memory from here on, for tensors that were made before; what was done with it is over."""
+        for tensor in tensors:
+            if _is_memory(tensor):
+                self._know(tensor.untyped_storage(), name or "tensor", fresh=False)
+
+    def record_stream(self, tensor: torch.Tensor, handle: int) -> None:
+        """As torch.Tensor.record_stream: the memory is given back only after what that stream holds by then."""
+        known = self._storages.get(tensor.untyped_storage().data_ptr())
+        if known is not None:
+            known[1].add(handle)
+
+    def _know(self, storage: torch.UntypedStorage, name: str, fresh: bool) -> None:
+        address = storage.data_ptr()
+        with self._lock:
+            if address in self._storages or self.control.allocation(address) is not None:
+                return
+            self._count += 1
+            label = f"{name} #{self._count}"
+            if fresh:
+                self.control.register(address, storage.nbytes(), label, self.current)
+            else:
+                self.control.adopt(address, storage.nbytes(), label)
+            # Runs while the memory is still there.
+            end = weakref.finalize(storage, self._end, address, self.current)
+            end.atexit = False
+            self._storages[address] = end, set()
+
+    def _end(self, address: int, stream: int) -> None:
+        with self._lock:
+            _, used = self._storages.pop(address)
+            self.control.unregister(address, stream, used)
+
+    # ---- ops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        reads: list[torch.Tensor] = []
+        writes: list[torch.Tensor] = []
+        for i, argument in enumerate(func._schema.arguments):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            (writes if is_written else reads).extend(filter(_is_memory, tree_leaves(value)))
+        given = {tensor.untyped_storage().data_ptr() for tensor in reads + writes}
+        self.adopt(*reads, *writes, name="tensor")
+        name = func._schema.name
+        if given:
+            self.control.run_until(self.current)
+        results = func(*args, **kwargs)
+        fresh = [
+            tensor
+            for tensor in tree_leaves(results)
+            if _is_memory(tensor) and tensor.untyped_storage().data_ptr() not in given
+        ]
+        for tensor in fresh:
+            self._know(tensor.untyped_storage(), name, fresh=True)
+        is_view = not fresh and not writes and name not in _READ_BACK and any(map(_is_memory, tree_leaves(results)))
+        if not is_view and (given or fresh):
+            written = {_range(tensor) for tensor in writes + fresh}
+            read = {_range(tensor) for tensor in reads} - written
+            self.control.op(self.current, name, read, written)
+        if name in _READ_BACK:
+            self.synchronize()
+        return results
+
+
+def values(shim: CudaShim, tensor: torch.Tensor) -> list[float]:
+    """A tensor's elements, read back as a program would: after its current stream."""
+    shim.synchronize()
+    shim.control.host_access(*_range(tensor), False, "read back")
+    flat = (ctypes.c_byte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    return torch.frombuffer(bytearray(flat), dtype=tensor.dtype).tolist()
