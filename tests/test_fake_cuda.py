@@ -656,6 +656,25 @@ def test_backward_and_optimizers_are_seen_in_the_thread_that_called_them(shim):
     assert any("on side" in text and "on the legacy stream" in text for text in take_errors(shim.control, "race"))
 
 
+def test_backward_runs_on_the_stream_of_its_forward_and_joins_the_callers(shim):
+    side = shim.program.stream("side")
+    first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    seen = {}
+    for name, layer in (("first", first), ("second", second)):
+        layer.weight.register_post_accumulate_grad_hook(lambda _, name=name: seen.update({name: shim.current}))
+    x = torch.ones(2, 4)
+    shim.program.order(0, side)
+    with shim.stream(side):
+        middle = first(x)
+    shim.program.order(side, 0)
+    second(middle).sum().backward()
+    assert seen == {"first": side, "second": 0}
+    torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1).step()
+    for tensor in (x, middle, *(param.grad for param in first.parameters())):
+        shim.record_stream(tensor, side)
+        shim.record_stream(tensor, 0)
+
+
 def test_freeing_a_tensor_is_a_write_on_its_stream(shim):
     side, out = shim.program.stream("side"), shim.program.allocate(8)
     x = torch.ones(8)
