@@ -4,7 +4,7 @@ Torch's engine switches streams for CUDA nodes alone, so for the CPU tensors tha
 
 - a node of backward runs on the stream of its forward, known by its sequence number; an AccumulateGrad, which has none,
   and its hooks, on the stream of the node before it, which made the gradient;
-- a node that takes a gradient which another stream made waits for that stream;
+- a node that takes a gradient which another stream made waits for that stream, the first one for the caller's;
 - at the end of backward, the caller's stream waits for all of them, before callbacks that are queued later run.
 """
 
@@ -19,10 +19,10 @@ _ACCUMULATES = 2**64 - 1  # the sequence number of every AccumulateGrad
 
 
 class AutogradStreams:
-    """Of one thread. order(first, then) makes a stream wait for another."""
+    """Of one thread. wait_stream(then, first) makes a stream wait for another."""
 
-    def __init__(self, order: Callable[[int, int], None]) -> None:
-        self._order = order
+    def __init__(self, wait_stream: Callable[[int, int], object]) -> None:
+        self._wait_stream = wait_stream
         self._numbers = [0]  # nodes from this number on ...
         self._streams = [0]  # ... had their forward on this stream
         self._graph_task = -1
@@ -46,12 +46,14 @@ class AutogradStreams:
 
     def before_op(self, handle: int, caller: int, storages: Iterable[int]) -> set[int]:
         """An op of a node is about to run; the storages, by their addresses, that it takes from other streams."""
+        storages = set(storages)
         if self._graph_task != torch._C._current_graph_task_id():
             self._begin(caller)
+            self._made_on = dict.fromkeys(storages, caller)
         self._last = handle
         taken = {storage for storage in storages if self._made_on.get(storage, handle) != handle}
         for first in {self._made_on[storage] for storage in taken}:
-            self._order(first, handle)
+            self._wait_stream(handle, first)
         return taken
 
     def after_op(self, handle: int, storages: Iterable[int]) -> None:
@@ -64,7 +66,7 @@ class AutogradStreams:
 
         def finish() -> None:
             for first in set(self._made_on.values()) - {caller}:
-                self._order(first, caller)
+                self._wait_stream(caller, first)
             self._made_on.clear()
             self._graph_task = -1
 

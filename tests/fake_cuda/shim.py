@@ -115,7 +115,7 @@ class CudaShim(TorchDispatchMode):
 
     def _autograd(self) -> AutogradStreams:
         if not hasattr(self._thread, "autograd"):
-            self._thread.autograd = AutogradStreams(self.program.order)
+            self._thread.autograd = AutogradStreams(self.control.wait_stream)
         return self._thread.autograd
 
     def synchronize(self) -> None:
