@@ -17,8 +17,8 @@ struct Allocation {
 
 // What ncclMemAlloc gave and ncclMemFree has not taken back.
 std::map<const std::byte*, Allocation>& allocations() {
-  static std::map<const std::byte*, Allocation> all;
-  return all;
+  static auto* const all = new std::map<const std::byte*, Allocation>;
+  return *all;
 }
 
 bool overlap(const Registered& a, const Registered& b) {
