@@ -138,6 +138,16 @@ def test_two_threads_at_once(alone, comm):
     assert alone.control.drain()
 
 
+def test_a_communicator_of_the_process_that_this_one_was_forked_from(alone, comm):
+    def body(rank, world):
+        with pytest.raises(NcclError) as caught:
+            alone.nccl.state(comm)
+        (text,) = alone.misuses()
+        return caught.value.result, rule_of(text)
+
+    assert run_ranks(body, 1, init=False) == [(INVALID_ARGUMENT, "forked")]
+
+
 @pytest.mark.parametrize("end", ["ncclCommAbort", "ncclCommDestroy"])
 def test_a_use_after_the_end(alone, end):
     comm, x = alone.init(), ones(alone)
@@ -464,6 +474,27 @@ def test_what_does_not_block_is_launched_by_polling(alone, polled):
     assert alone.control.drain()
 
 
+def test_a_group_of_what_does_not_block_is_polled_as_one(alone, polled):
+    x, y = ones(alone), ones(alone)
+    alone.nccl.call("ncclGroupStart")
+    for tensor in (x, y):
+        arguments = tensor.data_ptr(), tensor.data_ptr(), 8, 7, 0, polled, alone.stream
+        assert alone.nccl.result("ncclAllReduce", *arguments) == IN_PROGRESS
+    launched = alone.nccl.library.fake_nccl_launched()
+    assert alone.nccl.result("ncclGroupEnd") == IN_PROGRESS
+    assert [alone.nccl.state(polled), alone.nccl.state(polled)] == [IN_PROGRESS, SUCCESS]
+    assert alone.nccl.library.fake_nccl_launched() == launched + 1
+    assert alone.control.drain()
+
+
+def test_it_may_take_more_polls(alone, polled):
+    alone.nccl.script("polls n=3")
+    x = ones(alone)
+    alone.nccl.result("ncclAllReduce", x.data_ptr(), x.data_ptr(), 8, 7, 0, polled, alone.stream)
+    assert [alone.nccl.state(polled) for _ in range(4)] == [IN_PROGRESS] * 3 + [SUCCESS]
+    assert alone.control.drain()
+
+
 def test_a_use_while_in_progress(alone, polled):
     x = ones(alone)
     arguments = x.data_ptr(), x.data_ptr(), 8, 7, 0, polled, alone.stream
@@ -475,10 +506,10 @@ def test_a_use_while_in_progress(alone, polled):
 # ---- several communicators on one device
 
 
-def two_communicators(rank, world, crossed, script, streams):
+def two_communicators(rank, world, crossed, script, streams, order="earliest"):
     """Each rank launches on both, the second one in the other order where crossed."""
     with on_device(rank, world, script=script) as it:
-        it.control.order("earliest")
+        it.control.order(order, seed=rank)
         comms = [it.init(), it.init()]
         tensors = [ones(it), ones(it)]
         order = [1, 0] if crossed and rank == 1 else [0, 1]
@@ -512,6 +543,21 @@ def test_crossed_launches_wait_for_each_other_where_there_is_no_room(script, str
 @pytest.mark.parametrize(("script", "streams"), [("slots n=1", 1), ("", 1), ("", 2)])
 def test_one_launch_order_is_not_reported(script, streams):
     assert run_ranks(two_communicators, 2, False, script, streams) == [(True, set())] * 2
+
+
+@pytest.mark.parametrize("order", ["earliest", "latest", "random"])
+def test_the_implicit_launch_order_is_that_of_the_host_whatever_the_device_prefers(order, monkeypatch):
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    assert run_ranks(two_communicators, 2, False, "slots n=1", 2, order) == [(True, set())] * 2
+
+
+def test_without_it_the_device_may_begin_with_the_later_launch():
+    def body(rank, world):
+        return two_communicators(rank, world, False, "slots n=1", 2, ["earliest", "latest"][rank])
+
+    results = run_ranks(body, 2)
+    assert [complete for complete, _ in results] == [False, False]
+    assert any(rules == {"deadlock"} for _, rules in results)
 
 
 # ---- the script
