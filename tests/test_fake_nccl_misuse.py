@@ -1,10 +1,12 @@
 """The stand-in for NCCL: does it notice each use of NCCL that a device would answer with a hang or with wrong data?"""
 
 import ctypes
+import os
 import threading
 
 import pytest
 import torch
+from commands import environment, run_python
 from fake_cuda.nccl import (
     IN_PROGRESS,
     INVALID_ARGUMENT,
@@ -401,6 +403,23 @@ def test_no_windows_anywhere():
     assert run_ranks(partly_registered, 2, "no_windows", 64) == [([], False)] * 2
 
 
+@pytest.mark.parametrize(
+    ("version", "shared_gpu", "found"), [(22703, False, False), (22809, False, True), (22809, True, False)]
+)
+def test_windows_between_hosts_and_on_a_shared_gpu(version, shared_gpu, found):
+    def body(rank, world):
+        os.environ["NCCL_HOSTID"] = f"host {rank}"
+        with on_device(rank, world, version=version, device=0 if shared_gpu else rank) as it:
+            comm, address = it.init(), it.nccl.allocate(4096)
+            window = it.nccl.window(comm, address, 4096)
+            it.nccl.call("ncclCommWindowDeregister", comm, window)
+            it.nccl.call("ncclCommDestroy", comm)
+            it.nccl.call("ncclMemFree", address)
+            return bool(window)
+
+    assert run_ranks(body, 2) == [found] * 2
+
+
 def test_windows_of_different_sizes():
     def body(rank, world):
         with on_device(rank, world) as it:
@@ -567,6 +586,40 @@ def test_without_it_the_device_may_begin_with_the_later_launch():
 def test_a_script_that_means_nothing_is_refused(alone, text):
     with pytest.raises(ValueError, match=r"unknown verb|does not take|whole number"):
         alone.nccl.script(text)
+
+
+PROGRAM = """
+import ctypes
+from fake_cuda.control import loaded
+from fake_cuda.nccl import Nccl, NcclError
+from fake_cuda.program import Program
+
+control = loaded()
+nccl = Nccl(control)
+with Program(control):
+    try:
+        print(nccl.init(nccl.unique_id(), 0, 1) != 0)
+    except NcclError as error:
+        print(error.result, error.text)
+print([report.text for report in control.errors()])
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "printed", "reported"),
+    [
+        ("init_error result=2 text=no route to host", "2 no route to host", "[]"),
+        ("dealy ms=3", "3 FAKE_NCCL_SCRIPT: unknown verb 'dealy'", "[script] FAKE_NCCL_SCRIPT: unknown verb 'dealy'"),
+        ("delay ms=3", "True", "[]"),
+    ],
+)
+def test_the_script_of_the_environment(tmp_path, text, printed, reported):
+    here = os.path.dirname(os.path.abspath(__file__))
+    env = environment([here], FAKE_NCCL_SCRIPT=text)
+    done = run_python("-c", PROGRAM, cwd=tmp_path, env=env)
+    first, second = done.stdout.splitlines()
+    assert first == printed
+    assert reported in second
 
 
 def test_a_rule_may_be_allowed(alone, comm):

@@ -45,7 +45,7 @@ class FakeNccl : public testing::Test {
  protected:
   void SetUp() override {
     fake_reset();
-    ASSERT_EQ(fake_nccl_script(""), nullptr);
+    fake_nccl_reset();
   }
   void TearDown() override {
     EXPECT_EQ(errors(), std::vector<std::string>());

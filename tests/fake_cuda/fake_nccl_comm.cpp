@@ -17,6 +17,8 @@ std::vector<std::unique_ptr<ncclComm>>& registry() {
   return *all;
 }
 
+int generation = 0;
+
 // Of this process, not of one that it was forked from.
 bool is_ours(const ncclComm& comm) { return comm.process == getpid(); }
 
@@ -35,14 +37,21 @@ int64_t now_ms() {
 ncclComm* new_comm(const char* function, int rank, int size, const Options& options) {
   auto comm = std::make_unique<ncclComm>();
   comm->process = getpid();
+  comm->generation = generation;
   comm->rank = rank;
   comm->size = size;
   comm->options = options;
   comm->context = bind_device(function, &comm->device);
-  comm->ordinal = static_cast<int>(std::count_if(
-      registry().begin(), registry().end(), [&](const auto& other) { return other->rank == rank && is_ours(*other); }));
+  comm->ordinal = static_cast<int>(std::count_if(registry().begin(), registry().end(), [&](const auto& other) {
+    return other->rank == rank && other->generation == generation && is_ours(*other);
+  }));
   registry().push_back(std::move(comm));
   return registry().back().get();
+}
+
+void forget_comms() {
+  for (ncclComm* comm : live_comms()) end_comm(comm, "fake_nccl_reset", kAborted);
+  ++generation;
 }
 
 std::vector<ncclComm*> live_comms() {
