@@ -1,7 +1,7 @@
 # `make help` lists the targets. Everything happens in .venv and build/ of this checkout. PYTHON chooses the interpreter
 # (3.10 to 3.13), CXX the compiler, VENV a virtual environment elsewhere. tools/setup.sh installs, and only what has changed since the last call.
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-clients lint format bench dev cpp-test clean
+.PHONY: help train test test-all test-clients test-nvidia lint format bench dev cpp-test clean
 
 VENV ?= .venv
 VENV_PYTHON := $(abspath $(VENV))/bin/python
@@ -30,6 +30,10 @@ test-all:  ## the slow tests and the C++ ones too (needs GoogleTest)
 test-clients:  ## Accelerate, transformers and Lightning over ours (installs them; Python 3.11 or newer)
 	@$(SETUP) package test clients
 	@$(VENV_PYTHON) -m pytest -m clients $(ARGS)
+
+test-nvidia:  ## ours against headers, compilers and libraries of NVIDIA (fetches them, 1.3 GB; needs no GPU)
+	@$(SETUP) package test nvidia
+	@GPUCOMM_TEST_NVIDIA=required $(VENV_PYTHON) -m pytest -m nvidia $(ARGS)
 
 lint:  ## ruff, clang-format, mypy
 	@$(SETUP) run lint

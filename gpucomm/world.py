@@ -30,12 +30,17 @@ Exchange = Callable[[bytes], list[bytes]]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment asks for. An argument given in code wins over its variable."""
+    """What the environment asks for. An argument given in code wins over its variable.
+
+    cuda_library, nccl_library: paths or names of the libraries to load; empty for those that are found.
+    """
 
     transport: str = "auto"
     timeout_s: float | None = None
     wire_dtype: torch.dtype | None = None
     nonfinite: str = "pass"
+    cuda_library: str = ""
+    nccl_library: str = ""
 
     @classmethod
     def from_environment(cls) -> "Settings":
@@ -57,7 +62,24 @@ class Settings:
         nonfinite = os.environ.get("GPUCOMM_NONFINITE") or "pass"
         if nonfinite not in NONFINITE:
             raise ValueError(f"GPUCOMM_NONFINITE is {nonfinite!r}, accepted are {', '.join(NONFINITE)}")
-        return cls(transport, timeout_s, WIRE_DTYPES[wire] if wire else None, nonfinite)
+        return cls(
+            transport,
+            timeout_s,
+            WIRE_DTYPES[wire] if wire else None,
+            nonfinite,
+            _library("GPUCOMM_CUDA_LIBRARY"),
+            _library("GPUCOMM_NCCL_LIBRARY"),
+        )
+
+
+def _library(variable: str) -> str:
+    """What the variable names: a file, made absolute, or a name for the system's loader. Empty if it is not set."""
+    path = os.environ.get(variable) or ""
+    if os.sep not in path:
+        return path
+    if not os.path.isfile(path):
+        raise ValueError(f"{variable} is {path!r}, accepted is the path of a file, or a name that the loader finds")
+    return os.path.abspath(path)
 
 
 def environment_values(names: Iterable[str]) -> dict[str, str]:
@@ -230,7 +252,10 @@ def _name_of(transport: str | Transport) -> str:
 
 def _usable(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not dist.is_initialized():
-        raise RuntimeError("Default process group has not been initialized, please call init_process_group first.")
+        raise RuntimeError(
+            "Default process group has not been initialized, please call init_process_group first (in a program that "
+            "torchrun or `gpucomm run` starts, or in a function given to gpucomm.launch)."
+        )
     group = group if group is not None else dist.group.WORLD
     assert group is not None
     if group in _inherited:

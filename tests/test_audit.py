@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -309,6 +310,22 @@ def test_buffers_that_a_forward_may_have_changed_are_left_out_until_they_are_bro
         ours.eval()
         with torch.no_grad():
             ours(batch(rank, 1, 5, 36))
+        assert ours.audit().buffers == 3
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_buffers_are_left_out_after_a_forward_past_the_wrapper(backward):
+    def body(rank, world):
+        ours = Ours(ConvNet())
+        assert ours.audit().buffers == 3
+        with nullcontext() if backward else torch.no_grad():
+            loss = ours.module(batch(rank, 0, 5, 36)).square().mean()
+        if backward:
+            loss.backward()
+        assert ours.audit().buffers == 0
+        ours.sync_buffers()
         assert ours.audit().buffers == 3
 
     run_ranks(body, 2)

@@ -479,3 +479,24 @@ def test_a_module_without_trainable_parameters_is_refused():
             Ours(mlp().requires_grad_(False))
 
     run_ranks(body, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["script", "trace"])
+def test_a_torchscript_module_trains_as_with_stock(kind):
+    def body(rank, world):
+        x = batch(rank, 0, 5, 24)
+
+        def build():
+            return torch.jit.script(mlp()) if kind == "script" else torch.jit.trace(mlp(), x)
+
+        ours, stock = Ours(build()), Stock(build())
+        stock.load_state_dict(ours.state_dict())
+        for iteration in range(3):
+            for ddp in (ours, stock):
+                ddp.zero_grad()
+                ddp(batch(rank, iteration, 5, 24)).square().mean().backward()
+            for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
+                torch.testing.assert_close(a.grad, b.grad)  # its executor may fuse, or not yet
+
+    run_ranks(body, 2)

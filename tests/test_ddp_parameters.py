@@ -204,6 +204,34 @@ def test_a_parameter_registered_in_a_layer_after_wrapping_raises_by_name():
     run_ranks(body, 2)
 
 
+def test_a_frozen_network_added_after_wrapping_is_none_of_ours_until_it_is_unfrozen():
+    class Student(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x):
+            return self.net(x)
+
+    def body(rank, world):
+        ours = Ours(Student())
+        teacher = mlp().requires_grad_(False)
+        ours.module.teacher = teacher
+        x = batch(rank, 0, 5, 24)
+        for _ in range(2):
+            ours.zero_grad()
+            (ours(x) - teacher(x)).square().mean().backward()
+        assert all(p.grad is None for p in teacher.parameters())
+        same_on_all_ranks(p.grad for p in ours.parameters() if p.grad is not None)
+        teacher[2].bias.requires_grad_()
+        with pytest.raises(RuntimeError, match=r"parameter 'teacher\.2\.bias' was added to the module after it was"):
+            ours(x)
+        del ours.module.teacher
+        ours(x).square().mean().backward()
+
+    run_ranks(body, 2)
+
+
 def test_a_parameter_that_one_rank_alone_added_fails_its_peers_at_once():
     def body(rank, world):
         ours = Ours(mlp())
@@ -305,3 +333,45 @@ def test_a_new_wrapper_around_the_same_module_takes_over():
 
     first, second = run_ranks(body, 2)
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.t_, lambda grad: grad.as_strided_((24, 24), (1, 24))])
+def test_a_gradient_whose_layout_is_changed_in_place_is_right_again_in_the_next_iteration(change):
+    def body(rank, world):
+        model = nn.Linear(24, 24)
+        ours = Ours(copy.deepcopy(model))
+        expected = mean_gradients(model, lambda m, r: m(batch(r, 0, 5, 24)).square().mean(), world)
+        for _ in range(3):
+            ours.zero_grad()
+            ours(batch(rank, 0, 5, 24)).square().mean().backward()
+            assert_mean(ours, expected)
+            change(ours.module.weight.grad)
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.10 and later have grad_dtype")
+def test_gradients_are_of_the_dtype_that_the_parameter_asks_for():
+    def body(rank, world):
+        ours = Ours(mlp().bfloat16())
+        for param in ours.parameters():
+            param.grad_dtype = torch.float32
+        ours = Ours(ours.module)
+        for iteration in range(3):
+            ours.zero_grad()
+            ours(batch(rank, iteration, 5, 24).bfloat16()).square().mean().backward()
+            assert {p.grad.dtype for p in ours.parameters()} == {torch.float32}
+            same_on_all_ranks(p.grad for p in ours.parameters())
+
+    run_ranks(body, 2)
+
+
+def test_a_hook_of_the_program_that_returns_a_value_is_named_as_the_cause():
+    def body(rank, world):
+        model = mlp()
+        model[0].weight.register_post_accumulate_grad_hook(torch.zeros_like)
+        ours = Ours(model)
+        with pytest.raises(RuntimeError, match=r"'0\.weight': a post-accumulate-grad hook of the program returned a"):
+            ours(batch(rank, 0, 5, 24)).square().mean().backward()
+
+    run_ranks(body, 1)

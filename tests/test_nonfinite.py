@@ -211,3 +211,75 @@ def test_sparse_gradients_and_those_of_the_second_round_are_looked_at():
         ours(torch.arange(5)).sum().backward()
 
     run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_skip_holds_for_gradients_that_a_closure_makes_inside_the_step(by_name):
+    def body(rank, world):
+        ours = Ours(mlp(), nonfinite="skip")
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+        for iteration in range(3):
+            before = copy.deepcopy(list(ours.parameters()))
+            poisoned = poison(ours, "0.weight", float("nan")) if rank == 1 and iteration == 1 else None
+
+            def closure(iteration=iteration):
+                optimizer.zero_grad()
+                loss = ours(batch(rank, iteration, 5, 24)).square().mean()
+                loss.backward()
+                return loss
+
+            loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+            assert loss.isfinite()
+            if poisoned:
+                poisoned.remove()
+            equal = all(torch.equal(a, b) for a, b in zip(before, ours.parameters(), strict=True))
+            assert equal == (iteration == 1)
+        same_on_all_ranks(ours.parameters())
+
+    run_ranks(body, 2)
+
+
+def test_skip_leaves_gradients_alone_that_the_program_sets_after_the_skipped_iteration():
+    def body(rank, world):
+        ours = Ours(mlp(), nonfinite="skip")
+        optimizer = torch.optim.SGD(ours.parameters(), lr=1.0)
+        poisoned = poison(ours, "0.weight", float("nan"))
+        train_on(ours, rank, 0)
+        poisoned.remove()
+        optimizer.step()
+        before = copy.deepcopy(list(ours.parameters()))
+        for set_to_none in (True, False):
+            optimizer.zero_grad(set_to_none)
+            for param in ours.parameters():
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+        for a, b in zip(before, ours.parameters(), strict=True):
+            torch.testing.assert_close(b, a - 2.0)
+
+    run_ranks(body, 2)
+
+
+def test_of_a_skipped_iteration_every_optimizer_leaves_its_parameters_alone():
+    def body(rank, world):
+        ours = Ours(mlp(), nonfinite="skip")
+        first, *others = ours.parameters()
+        optimizers = [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(others, lr=0.1)]
+        poisoned = poison(ours, "0.weight", float("nan")) if rank == 0 else None
+        train_on(ours, rank, 0)
+        if poisoned:
+            poisoned.remove()
+        before = copy.deepcopy(list(ours.parameters()))
+        for optimizer in optimizers:
+            optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, ours.parameters(), strict=True))
+
+    run_ranks(body, 2)
+
+
+def test_skip_beside_an_optimizer_that_steps_bucket_by_bucket_is_refused():
+    def body(rank, world):
+        ours = Ours(mlp(), nonfinite="skip")
+        with pytest.raises(RuntimeError, match="nonfinite='skip' beside an optimizer that steps bucket by bucket"):
+            ours._register_fused_optim(torch.optim.SGD, 0.1)
+
+    run_ranks(body, 1)

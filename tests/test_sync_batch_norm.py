@@ -87,7 +87,7 @@ def test_options_mean_what_they_mean_for_batch_norm(options):
             torch.testing.assert_close(dict(ours.module[0][0].named_buffers())[name], buffer)
         norm.eval()
         ours.eval()
-        if norm.running_mean is not None:
+        if rank == 0:  # not collective: also of a layer that has no statistics but the batch's
             torch.testing.assert_close(ours.module[0][0](parts[rank]), norm(parts[rank]))
 
     run_ranks(body, 2)

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from gradients import assert_mean, mean_gradients
 from ranks import run_ranks
 from torch import nn
@@ -159,6 +160,39 @@ class Undefined(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad, None
+
+
+def test_an_undefined_gradient_counts_as_zeros_unless_unused_parameters_are_looked_for():
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            return grad @ weight, grad.t() @ x if dist.get_rank() == 0 else None
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.weight = nn.Linear(3, 3), nn.Parameter(torch.ones(2, 3))
+
+        def forward(self, x):
+            return Scaled.apply(self.first(x), self.weight)
+
+    def body(rank, world):
+        ours, stock = Ours(Net()), nn.parallel.DistributedDataParallel(Net())
+        stock.load_state_dict(ours.state_dict())
+        for iteration in range(3):
+            for ddp in (ours, stock):
+                ddp.zero_grad()
+                ddp(batch(rank, iteration, 5, 3)).square().sum().backward()
+            for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
+                assert torch.equal(a.grad, b.grad)
+
+    run_ranks(body, 2)
 
 
 def test_a_parameter_whose_gradient_is_undefined_is_an_unused_one():

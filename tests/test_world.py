@@ -95,6 +95,18 @@ def test_an_unknown_transport_is_refused(transport):
 
 WITHDRAWALS = {
     "transport in the environment": ("GPUCOMM_TRANSPORT", "smoke", {}, "GPUCOMM_TRANSPORT is 'smoke'"),
+    "CUDA's library in the environment": (
+        "GPUCOMM_CUDA_LIBRARY",
+        "/nowhere/libcuda.so.1",
+        {},
+        "GPUCOMM_CUDA_LIBRARY is '/nowhere/libcuda.so.1'",
+    ),
+    "NCCL's library in the environment": (
+        "GPUCOMM_NCCL_LIBRARY",
+        "/nowhere/libnccl.so.2",
+        {},
+        "GPUCOMM_NCCL_LIBRARY is '/nowhere/libnccl.so.2'",
+    ),
     "timeout in the environment": ("GPUCOMM_TIMEOUT_S", "soon", {}, "GPUCOMM_TIMEOUT_S is 'soon'"),
     "transport": (None, None, {"transport": "gloo"}, "transport is 'gloo'"),
     "timeout": (None, None, {"timeout": -2}, "timeout is -2"),

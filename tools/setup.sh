@@ -3,6 +3,7 @@
 #
 #   tools/setup.sh PART...    PART: run (what the library imports), build (cmake, ninja, ...), test, lint, bench, clients: packages
 #                             package: run and build, then the library itself in editable form
+#                             nvidia: NVIDIA's own files for CUDA 12 and 13, for tests only, into build/nvidia (1.3 GB)
 #
 # PYTHON chooses the interpreter (default: the one .venv was made with, else python3); VENV the folder, which is left
 # alone if somebody else made it. Each part is
@@ -54,6 +55,20 @@ install_extra() {
   echo "$want" >"$venv/installed-$1"
 }
 
+# One folder for each CUDA: their files go by the same names. Not into the environment, where they would be found.
+install_nvidia() {
+  for cuda in cu12 cu13; do
+    folder=build/nvidia/$cuda
+    want=$(hash_of "requirements/nvidia-$cuda.txt")
+    [ "$(cat "$folder/installed" 2>/dev/null)" = "$want" ] && continue
+    echo "fetching NVIDIA's files for $cuda" >&2
+    rm -rf "$folder"
+    "$venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps --target "$folder" \
+      --requirement "requirements/nvidia-$cuda.txt" || fail "pip could not fetch NVIDIA's files for $cuda, see above"
+    echo "$want" >"$folder/installed"
+  done
+}
+
 install_package() {
   install_extra build
   install_extra run
@@ -88,7 +103,8 @@ fi
 for part in "$@"; do
   case $part in
     package) install_package ;;
+    nvidia) install_nvidia ;;
     run | build | test | lint | bench | clients) install_extra "$part" ;;
-    *) fail "unknown part '$part': package, run, build, test, lint, bench or clients" ;;
+    *) fail "unknown part '$part': package, nvidia, run, build, test, lint, bench or clients" ;;
   esac
 done

@@ -1,13 +1,17 @@
-// The base of gpucomm.Communicator: collectives on any host array. Raw C methods, because a small all_reduce over
-// shared memory takes less time than a generic argument parser.
+// The base of gpucomm.Communicator: collectives on any array. Raw C methods, because a small all_reduce over shared
+// memory takes less time than a generic argument parser.
+//
+// Arrays of the host go through one channel, those of a GPU, if there is one, through another: there the program's
+// current stream is ordered with the channel's, and the host does not wait.
 #include <cstring>
 #include <deque>
 #include <memory>
 
+#include "bindings/array.h"
 #include "bindings/bindings.h"
 #include "bindings/errors.h"
-#include "bindings/host_array.h"
 #include "bindings/names.h"
+#include "cuda/stream_cuda.h"
 #include "transport/transport.h"
 
 namespace py = pybind11;
@@ -24,6 +28,14 @@ struct Channel {
   std::deque<std::pair<Event, py::object>> in_flight;
   bool writes_after_failure = false;  // of the transport
   bool busy = false;                  // a thread is inside; the GIL may be released there
+  // Of a GPU: which, and the program's stream of the moment.
+  std::shared_ptr<const cuda::GpuDevice> device;
+  py::function current_stream;
+  bool asks_driver = false;  // about every array, whatever it says of itself
+
+  Caller caller() const {
+    return device ? Caller{reinterpret_cast<void*>(current_stream().cast<uintptr_t>())} : Caller{};
+  }
 
   ~Channel() { abandon_unfinished(); }
 
@@ -65,7 +77,7 @@ struct Work {
 
   void wait() {
     const Busy busy(*channel);
-    channel->stream->synchronize(event);
+    channel->stream->lead(channel->caller(), event);
     channel->forget_completed();
   }
   bool done() {
@@ -78,6 +90,7 @@ struct Work {
 
 struct CommunicatorBase {
   PyObject_HEAD std::shared_ptr<Channel> channel;
+  std::shared_ptr<Channel> gpu_channel;  // null: only the host's arrays are taken
 };
 
 struct Arguments {
@@ -127,7 +140,7 @@ ReduceOp parse_op(PyObject* op) {
 }
 
 // The op for an array of this kind. A complex array travels as pairs of real numbers, which only sums respect.
-ReduceOp op_for(const HostArray& array, const std::string& what, PyObject* op) {
+ReduceOp op_for(const Array& array, const std::string& what, PyObject* op) {
   const ReduceOp parsed = parse_op(op);
   if (array.complex && parsed != ReduceOp::kSum && parsed != ReduceOp::kAvg) {
     throw UsageError(what + ": op is '" + std::string(name_of(parsed)) + "', complex arrays take 'sum' and 'avg'");
@@ -166,9 +179,9 @@ enum class Access : uint8_t { kRead, kWrite };
 }
 
 // where: operation and argument, for messages.
-HostArray contiguous_array(const std::string& where, PyObject* object, Access access) {
-  HostArray array;
-  if (!read_host_array(object, &array, nullptr)) throw_named(where);
+Array contiguous_array(const std::string& where, PyObject* object, Access access) {
+  Array array;
+  if (!read_array(object, &array, nullptr)) throw_named(where);
   if (array.may_have_lazy_sign) {
     const int lazy = has_lazy_sign(object, array.numel > 1);
     if (lazy < 0) throw py::error_already_set();
@@ -190,12 +203,35 @@ py::object hold(PyObject* array) {
   return py::reinterpret_borrow<py::object>(array);
 }
 
+// The channel for an array. where: operation and argument, for messages.
+std::shared_ptr<Channel> channel_for(CommunicatorBase* self, const Array& array, const std::string& where) {
+  const std::shared_ptr<Channel>& gpu = self->gpu_channel;
+  if (!self->channel->transport) throw std::runtime_error("this communicator is closed");
+  if (!gpu) {
+    if (array.device == kHost) return self->channel;
+    throw UsageError(where +
+                     " is on a GPU, this communicator takes arrays in host memory (transport='nccl' takes both)");
+  }
+  const bool known = array.device >= 0 || (array.device == kHost && !gpu->asks_driver);
+  const bool ours = known ? array.device == gpu->device->ordinal() : gpu->device->owns(array.address);
+  if (ours) return gpu;
+  if (array.device == kHost) return self->channel;
+  throw UsageError(where + " is on another GPU than this communicator's, " + gpu->device->text());
+}
+
 // Runs or starts the collective; returns x (a new reference) or a Work.
-PyObject* carry_out(CommunicatorBase* self, Collective collective, PyObject* result, PyObject* also_kept,
-                    bool async_op) {
-  Channel& channel = *self->channel;
+PyObject* carry_out(const std::shared_ptr<Channel>& shared, Collective collective, PyObject* result,
+                    PyObject* also_kept, bool async_op) {
+  Channel& channel = *shared;
   if (!channel.transport) throw std::runtime_error("this communicator is closed");
   const Busy busy(channel);
+  const Caller caller = channel.caller();
+  channel.stream->follow(caller);
+  if (!async_op && channel.stream->runs_by_itself()) {
+    channel.transport->start(collective, *channel.stream);
+    channel.stream->lead(caller, channel.stream->record());
+    return Py_NewRef(result);
+  }
   if (!async_op) {
     try {
       channel.transport->run(collective, *channel.stream);
@@ -215,7 +251,7 @@ PyObject* carry_out(CommunicatorBase* self, Collective collective, PyObject* res
   if (also_kept) channel.in_flight.emplace_back(event, hold(also_kept));
   channel.stream->progress();
   channel.forget_completed();
-  return py::cast(Work{self->channel, event}).release().ptr();
+  return py::cast(Work{shared, event}).release().ptr();
 }
 
 template <typename Body>
@@ -235,15 +271,15 @@ PyObject* all_reduce(PyObject* object, Args args, Py_ssize_t nargs, PyObject* ke
   Arguments given;
   if (!given.parse("all_reduce", names, 1, args, nargs, keywords)) return nullptr;
   return guarded([&] {
-    const HostArray x = contiguous_array("all_reduce: x", given.values[0], Access::kWrite);
+    const Array x = contiguous_array("all_reduce: x", given.values[0], Access::kWrite);
     const Collective collective{.kind = CollectiveKind::kAllReduce,
                                 .dtype = x.dtype,
                                 .op = op_for(x, "all_reduce", given.values[1]),
                                 .numel = x.numel,
                                 .in = x.address,
                                 .out = x.address};
-    return carry_out(reinterpret_cast<CommunicatorBase*>(object), collective, given.values[0], nullptr,
-                     parse_flag(given.values[2]));
+    return carry_out(channel_for(reinterpret_cast<CommunicatorBase*>(object), x, "all_reduce: x"), collective,
+                     given.values[0], nullptr, parse_flag(given.values[2]));
   });
 }
 
@@ -252,16 +288,14 @@ PyObject* two_sided(PyObject* object, CollectiveKind kind, const Arguments& give
   auto* self = reinterpret_cast<CommunicatorBase*>(object);
   if (!self->channel->transport) throw std::runtime_error("this communicator is closed");
   const std::string what(name_of(kind));
-  const HostArray output = contiguous_array(what + ": output", given.values[0], Access::kWrite);
-  const HostArray input = contiguous_array(what + ": input", given.values[1], Access::kRead);
+  const Array output = contiguous_array(what + ": output", given.values[0], Access::kWrite);
+  const Array input = contiguous_array(what + ": input", given.values[1], Access::kRead);
   const auto size = static_cast<size_t>(self->channel->transport->size());
   const bool scatter = kind == CollectiveKind::kReduceScatter;
-  const HostArray& small = scatter ? output : input;
-  const HostArray& large = scatter ? input : output;
+  const Array& small = scatter ? output : input;
+  const Array& large = scatter ? input : output;
   if (small.dtype != large.dtype || small.complex != large.complex) {
-    const auto text = [](const HostArray& a) {
-      return (a.complex ? "complex of " : "") + std::string(name_of(a.dtype));
-    };
+    const auto text = [](const Array& a) { return (a.complex ? "complex of " : "") + std::string(name_of(a.dtype)); };
     throw py::type_error(what + ": output is " + text(output) + ", input is " + text(input));
   }
   if (large.numel != small.numel * size) {
@@ -274,7 +308,11 @@ PyObject* two_sided(PyObject* object, CollectiveKind kind, const Arguments& give
                               .numel = small.numel,
                               .in = input.address,
                               .out = output.address};
-  return carry_out(self, collective, given.values[0], given.values[1], parse_flag(async_op));
+  const std::shared_ptr<Channel> channel = channel_for(self, output, what + ": output");
+  if (channel != channel_for(self, input, what + ": input")) {
+    throw UsageError(what + ": output and input are not on one device");
+  }
+  return carry_out(channel, collective, given.values[0], given.values[1], parse_flag(async_op));
 }
 
 PyObject* reduce_scatter(PyObject* object, Args args, Py_ssize_t nargs, PyObject* keywords) {
@@ -297,7 +335,7 @@ PyObject* broadcast(PyObject* object, Args args, Py_ssize_t nargs, PyObject* key
   Arguments given;
   if (!given.parse("broadcast", names, 1, args, nargs, keywords)) return nullptr;
   return guarded([&] {
-    const HostArray x = contiguous_array("broadcast: x", given.values[0], Access::kWrite);
+    const Array x = contiguous_array("broadcast: x", given.values[0], Access::kWrite);
     const int root = parse_root(given.values[1]);
     const Collective collective{.kind = CollectiveKind::kBroadcast,
                                 .dtype = x.dtype,
@@ -305,24 +343,45 @@ PyObject* broadcast(PyObject* object, Args args, Py_ssize_t nargs, PyObject* key
                                 .numel = x.numel,
                                 .in = x.address,
                                 .out = x.address};
-    return carry_out(reinterpret_cast<CommunicatorBase*>(object), collective, given.values[0], nullptr,
-                     parse_flag(given.values[2]));
+    return carry_out(channel_for(reinterpret_cast<CommunicatorBase*>(object), x, "broadcast: x"), collective,
+                     given.values[0], nullptr, parse_flag(given.values[2]));
   });
 }
 
 PyObject* barrier(PyObject* object, PyObject*) {
   return guarded([&] {
-    return carry_out(reinterpret_cast<CommunicatorBase*>(object), {.kind = CollectiveKind::kBarrier}, Py_None, nullptr,
-                     false);
+    return carry_out(reinterpret_cast<CommunicatorBase*>(object)->channel, {.kind = CollectiveKind::kBarrier}, Py_None,
+                     nullptr, false);
   });
 }
 
 PyObject* release(PyObject* object, PyObject*) {
   return guarded([&] {
-    Channel& channel = *reinterpret_cast<CommunicatorBase*>(object)->channel;
-    const Busy busy(channel);
-    channel.abandon_unfinished();
-    channel.transport.reset();
+    auto* self = reinterpret_cast<CommunicatorBase*>(object);
+    for (const std::shared_ptr<Channel>& channel : {self->gpu_channel, self->channel}) {
+      if (!channel) continue;
+      const Busy busy(*channel);
+      channel->abandon_unfinished();
+      channel->transport.reset();
+    }
+    return Py_NewRef(Py_None);
+  });
+}
+
+// attach_gpu(transport, stream, current_stream, asks_driver): arrays of the stream's GPU go there.
+PyObject* attach_gpu(PyObject* object, PyObject* args) {
+  PyObject *transport = nullptr, *stream = nullptr, *current_stream = nullptr;
+  int asks_driver = 0;
+  if (!PyArg_ParseTuple(args, "OOOp", &transport, &stream, &current_stream, &asks_driver)) return nullptr;
+  return guarded([&] {
+    auto channel = std::make_shared<Channel>();
+    const auto on = py::handle(stream).cast<std::shared_ptr<cuda::CudaStream>>();
+    channel->transport = py::handle(transport).cast<std::shared_ptr<Transport>>();
+    channel->stream = on;
+    channel->device = on->device();
+    channel->current_stream = py::reinterpret_borrow<py::function>(current_stream);
+    channel->asks_driver = asks_driver != 0;
+    reinterpret_cast<CommunicatorBase*>(object)->gpu_channel = std::move(channel);
     return Py_NewRef(Py_None);
   });
 }
@@ -347,13 +406,18 @@ int init(PyObject* object, PyObject* args, PyObject* keywords) {
 
 PyObject* make(PyTypeObject* type, PyObject*, PyObject*) {
   PyObject* object = type->tp_alloc(type, 0);
-  if (object) new (&reinterpret_cast<CommunicatorBase*>(object)->channel) std::shared_ptr<Channel>(new Channel);
+  if (!object) return nullptr;
+  auto* self = reinterpret_cast<CommunicatorBase*>(object);
+  new (&self->channel) std::shared_ptr<Channel>(new Channel);
+  new (&self->gpu_channel) std::shared_ptr<Channel>();
   return object;
 }
 
 void dealloc(PyObject* object) {
   PyTypeObject* type = Py_TYPE(object);
-  reinterpret_cast<CommunicatorBase*>(object)->channel.~shared_ptr();
+  auto* self = reinterpret_cast<CommunicatorBase*>(object);
+  self->gpu_channel.~shared_ptr();
+  self->channel.~shared_ptr();
   type->tp_free(object);
   Py_DECREF(type);
 }
@@ -382,6 +446,8 @@ PyMethodDef communicator_methods[] = {
      "broadcast(x, root=0, async_op=False)\n\nCopies x of rank root (in the group) to every rank's x. Returns x, or a "
      "Work."},
     {"barrier", as_method(barrier), METH_NOARGS, "barrier()\n\nReturns once every rank has come here."},
+    {"_attach_gpu", as_method(attach_gpu), METH_VARARGS,
+     "_attach_gpu(transport, stream, current_stream, asks_driver): arrays of the stream's GPU go through them."},
     {"_release", as_method(release), METH_NOARGS, "Lets go of the transport; every later call raises."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -3,6 +3,7 @@
 
 #include "bindings/bindings.h"
 #include "cuda/cuda_api.h"
+#include "cuda/nvrtc_api.h"
 #include "nccl/nccl_api.h"
 
 namespace py = pybind11;
@@ -67,6 +68,20 @@ void nccl_try_init() {
   nccl::check(*api, api->comm_destroy(comm), "ncclCommDestroy");
 }
 
+py::dict nvrtc_load(const std::string& path, const std::vector<std::string>& wheel_paths, int driver_version,
+                    int arch) {
+  std::shared_ptr<const nvrtc::Api> api;
+  {
+    const py::gil_scoped_release unlocked;
+    api = nvrtc::load({path, wheel_paths, driver_version, arch});
+  }
+  py::dict found;
+  found["path"] = api->path;
+  found["version"] = api->version;
+  found["archs"] = api->archs;
+  return found;
+}
+
 }  // namespace
 
 void bind_cuda(py::module_& module) {
@@ -81,6 +96,12 @@ void bind_cuda(py::module_& module) {
   module.def("nccl_try_init", &nccl_try_init,
              "Makes a communicator of this process alone on its current device and destroys it. Raises CommError with "
              "what NCCL says.");
+  module.def(
+      "nvrtc_load", &nvrtc_load, py::arg("path") = "", py::arg("wheel_paths") = std::vector<std::string>(),
+      py::arg("driver_version") = 0, py::arg("arch") = 0,
+      "Loads the run-time compiler: its path, version (12040 is CUDA 12.4) and archs (80 is sm_80). path: the "
+      "library to take, empty for the first of the process's, the wheels' and the system's whose images a driver "
+      "of that version and a device of that arch accept; 0 for any. Raises TransportUnavailable.");
 }
 
 }  // namespace gpucomm

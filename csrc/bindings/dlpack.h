@@ -7,6 +7,7 @@
 namespace gpucomm::dlpack {
 
 inline constexpr int32_t kCpu = 1;
+inline constexpr int32_t kCuda = 2;
 inline constexpr int32_t kCudaHost = 3;
 enum TypeCode : uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBFloat = 4, kComplex = 5, kBool = 6 };
 

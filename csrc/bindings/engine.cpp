@@ -6,8 +6,8 @@
 
 #include <optional>
 
+#include "bindings/array.h"
 #include "bindings/bindings.h"
-#include "bindings/host_array.h"
 #include "bindings/names.h"
 #include "core/trace.h"
 
@@ -17,10 +17,12 @@ namespace gpucomm {
 
 namespace {
 
-// Raises TypeError/ValueError for what is no host array; contiguity is the caller's business.
-HostArray array_of(const py::handle& object) {
-  HostArray array;
-  if (!read_host_array(object.ptr(), &array, nullptr)) throw py::error_already_set();
+// Raises TypeError/ValueError for what is no array, or not of the memory that the engine works on; contiguity is the
+// caller's business.
+Array array_of(const Engine& engine, const py::handle& object) {
+  Array array;
+  const auto read = engine.packs_buckets() ? read_array : read_host_array;
+  if (!read(object.ptr(), &array, nullptr)) throw py::error_already_set();
   return array;
 }
 
@@ -69,14 +71,14 @@ void complete(Engine& engine, int32_t parameter, const py::object& grad) {
     engine.complete(parameter, nullptr, DType::kFloat32);
     return;
   }
-  const HostArray array = array_of(grad);
+  const Array array = array_of(engine, grad);
   if (array.numel != engine.slot(parameter).numel) throw py::value_error("complete: numel differs from the slot's");
   engine.complete(parameter, array.address, array.dtype);
 }
 
 // grad: a dense host array of the slot's number of elements, which the caller keeps alive.
 void unpack_to(Engine& engine, int32_t parameter, const py::object& grad) {
-  const HostArray array = array_of(grad);
+  const Array array = array_of(engine, grad);
   if (array.numel != engine.slot(parameter).numel) throw py::value_error("unpack_to: numel differs from the slot's");
   engine.unpack_to(parameter, array.address, array.dtype);
 }
@@ -104,6 +106,13 @@ double trace_record_ns(Trace& trace, uint64_t count) {
     trace.record(TraceKind::kStep, 0, t, ticks(), 0, i);
   }
   return static_cast<double>(monotonic_ns() - begin) / static_cast<double>(count);
+}
+
+// current_stream: () -> int, the program's stream of the moment as the driver names it.
+std::function<Caller()> caller_from(py::function current_stream) {
+  return [current_stream = std::move(current_stream)] {
+    return Caller{reinterpret_cast<void*>(current_stream().cast<uintptr_t>())};
+  };
 }
 
 }  // namespace
@@ -147,15 +156,22 @@ void bind_engine(py::module_& module) {
 
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
       .def(py::init([](std::shared_ptr<Transport> transport, std::shared_ptr<Stream> stream,
-                       std::shared_ptr<Trace> trace, size_t parameters, bool average, size_t piece_bytes) {
-             return std::make_shared<Engine>(EngineParts{.transport = std::move(transport),
-                                                         .stream = std::move(stream),
-                                                         .codec = std::make_shared<CpuCodec>(),
-                                                         .trace = std::move(trace)},
-                                             parameters, average, piece_bytes);
+                       std::shared_ptr<Trace> trace, size_t parameters, bool average, size_t piece_bytes,
+                       std::shared_ptr<BucketCodec> codec, std::shared_ptr<Transport> control_transport,
+                       std::shared_ptr<Stream> control_stream, const std::optional<py::function>& current_stream) {
+             EngineParts parts{
+                 .transport = std::move(transport), .stream = std::move(stream), .trace = std::move(trace)};
+             parts.bucket_codec = std::move(codec);
+             if (!parts.bucket_codec) parts.codec = std::make_shared<CpuCodec>();
+             parts.control_transport = std::move(control_transport);
+             parts.control_stream = std::move(control_stream);
+             if (current_stream) parts.caller = caller_from(*current_stream);
+             return std::make_shared<Engine>(std::move(parts), parameters, average, piece_bytes);
            }),
            py::arg("transport"), py::arg("stream"), py::arg("trace"), py::arg("parameters"), py::arg("average") = true,
-           py::arg("piece_bytes") = 0)
+           py::arg("piece_bytes") = 0, py::kw_only(), py::arg("codec") = nullptr,
+           py::arg("control_transport") = nullptr, py::arg("control_stream") = nullptr,
+           py::arg("current_stream") = py::none())
       .def("set_plan", &set_plan, py::arg("buckets"), py::arg("layout_hash"))
       .def("replace_memory", &Engine::replace_memory, py::arg("bucket"), py::arg("memory"))
       .def("unpack_to", &unpack_to, py::arg("parameter"), py::arg("grad"))
@@ -184,7 +200,9 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("iteration", &Engine::iteration)
       .def_property_readonly("launched", &Engine::launched)
       .def_property_readonly("reduced", &Engine::reduced)
-      .def_property_readonly("nonfinite_parameter", &Engine::nonfinite_parameter)
+      .def_property_readonly("nonfinite_parameter", &Engine::nonfinite_parameter,
+                             "waits for the device, if there is one")
+      .def_property_readonly("packs_buckets", &Engine::packs_buckets)
       .def_property_readonly("wait_ns", &Engine::wait_ns)
       .def_property_readonly("ready_order", &Engine::ready_order);
 }

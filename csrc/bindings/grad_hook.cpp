@@ -10,9 +10,9 @@
 
 #include <memory>
 
+#include "bindings/array.h"
 #include "bindings/bindings.h"
 #include "bindings/errors.h"
-#include "bindings/host_array.h"
 #include "bindings/names.h"
 #include "engine/engine.h"
 
@@ -70,6 +70,7 @@ struct GradHook {
   PyObject* on_moved;  // () -> None: a gradient on another thread than those before; raises if of another backward
   PyObject* on_other;  // (parameter index, parameter) -> None: every case but the plain one
   Layout layout;       // of the view that the gradient becomes
+  int device;          // on which it lies
   uint32_t accepted;   // dtypes that are packed as they come, a bit each
 };
 
@@ -93,7 +94,7 @@ bool is_only_hook(PyObject* param) {
 }
 
 // A complex gradient goes the long way without being asked.
-bool may_be_lazy(PyObject* grad, const HostArray& array) {
+bool may_be_lazy(PyObject* grad, const Array& array) {
   if (!array.may_have_lazy_sign) return false;
   if (array.numel != 1) return true;
   const int lazy = has_lazy_sign(grad, false);
@@ -130,10 +131,11 @@ PyObject* grad_hook_call(PyObject* object, PyObject* const* args, size_t nargsf,
   }
   PyObject* grad = grad_attribute.get(param);
   if (!grad) return nullptr;
-  HostArray array;
+  Array array;
   Layout layout;
   if (grad == Py_None || !read_exchange_array(grad, &array, &layout) || !(self->accepted & bit(array.dtype)) ||
-      array.numel != slot.numel || !(layout == self->layout) || may_be_lazy(grad, array)) {
+      array.device != self->device || array.numel != slot.numel || !(layout == self->layout) ||
+      may_be_lazy(grad, array)) {
     Py_DECREF(grad);
     return call_other(self, param);
   }
@@ -145,7 +147,8 @@ PyObject* grad_hook_call(PyObject* object, PyObject* const* args, size_t nargsf,
     return nullptr;
   }
   Py_DECREF(grad);
-  if (grad_attribute.set(param, Py_None) != 0) return nullptr;
+  // Of a bucket that is packed as a whole it stays there until then: see release_grads().
+  if (!engine.packs_buckets() && grad_attribute.set(param, Py_None) != 0) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -164,8 +167,9 @@ void grad_hook_dealloc(PyObject* object) {
 // unpacked.
 PyObject* grad_hook_set_layout(PyObject* object, PyObject* view) {
   auto* self = reinterpret_cast<GradHook*>(object);
-  HostArray array;
-  if (!read_host_array(view, &array, &self->layout)) return nullptr;
+  Array array;
+  if (!read_array(view, &array, &self->layout)) return nullptr;
+  self->device = array.device;
   self->accepted = bit(array.dtype);
   Py_RETURN_NONE;
 }
@@ -237,6 +241,25 @@ void install_views(const Engine& engine, const Verdict& verdict, const py::list&
   }
 }
 
+// Has the engine take gradients out of `params` (a list by index, looked into each time) once their bucket is packed.
+// record_stream(grad, stream): called before, for each further stream on which a gradient of the bucket was made.
+void release_grads(Engine& engine, py::list params, py::function record_stream) {
+  grad_attribute.look_at(Py_TYPE(PyList_GET_ITEM(params.ptr(), 0)));
+  engine.on_release([params = std::move(params), record_stream = std::move(record_stream)](
+                        std::span<const int32_t> released, std::span<const Caller> producers) {
+    for (const int32_t parameter : released) {
+      PyObject* param = PyList_GET_ITEM(params.ptr(), parameter);
+      if (producers.size() > 1) {
+        const auto grad = py::reinterpret_steal<py::object>(grad_attribute.get(param));
+        for (const Caller& producer : producers) {
+          if (grad && !grad.is_none()) record_stream(grad, reinterpret_cast<uintptr_t>(producer.stream));
+        }
+      }
+      if (grad_attribute.set(param, Py_None) != 0) throw py::error_already_set();
+    }
+  });
+}
+
 // Indices of the parameters whose `.grad` is something else than None and what is installed by us (None: nothing is).
 std::vector<int32_t> other_grads(const py::list& params, const py::list& grads) {
   std::vector<int32_t> others;
@@ -251,11 +274,21 @@ std::vector<int32_t> other_grads(const py::list& params, const py::list& grads) 
   return others;
 }
 
+// The layout of each parameter's view as it was made: a program may transpose or resize a gradient in place.
+struct ViewLayouts {
+  std::vector<Layout> layouts;
+  void note(size_t index, const py::handle& view) {
+    Array array;
+    if (index >= layouts.size()) layouts.resize(index + 1);
+    if (!read_array(view.ptr(), &array, &layouts[index])) throw py::error_already_set();
+  }
+};
+
 // Indices of the views that cannot take this iteration's gradient: somebody besides `views` and the parameter's `.grad`
-// holds the tensor, or it was moved to other memory (by module.to() and its kin). grad_references: how many references
-// a tensor gains by being a `.grad` (depends on the version of torch).
+// holds the tensor, it was moved to other memory (by module.to() and its kin), or has another layout than it had.
+// grad_references: how many references a tensor gains by being a `.grad` (depends on the version of torch).
 std::vector<int32_t> stale_views(const Engine& engine, const py::list& params, const py::list& views,
-                                 int grad_references) {
+                                 const ViewLayouts& made, int grad_references) {
   std::vector<int32_t> stale;
   const size_t count = engine.parameter_count();
   if (params.size() != count || views.size() != count) throw py::value_error("params and views: one per parameter");
@@ -267,8 +300,10 @@ std::vector<int32_t> stale_views(const Engine& engine, const py::list& params, c
     const Slot& slot = engine.slot(static_cast<int32_t>(i));
     if (slot.bucket < 0) continue;
     PyObject* view = PyList_GET_ITEM(views.ptr(), static_cast<Py_ssize_t>(i));
-    HostArray array;
-    bool usable = read_host_array(view, &array, nullptr) && (array.address == slot.grad || array.numel == 0);
+    Array array;
+    Layout layout;
+    bool usable = read_array(view, &array, &layout) && (layout.ndim < 0 || layout == made.layouts.at(i)) &&
+                  (array.address == slot.grad || array.numel == 0);
     PyErr_Clear();
     if (usable && Py_REFCNT(view) > 1) {
       PyObject* grad = grad_attribute.get(PyList_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(i)));
@@ -294,8 +329,12 @@ void bind_grad_hook(py::module_& module) {
              py::arg("on_moved"), py::arg("on_other"));
   module.def("install_views", &install_views, py::arg("engine"), py::arg("verdict"), py::arg("params"),
              py::arg("views"));
+  module.def("release_grads", &release_grads, py::arg("engine"), py::arg("params"), py::arg("record_stream"));
   module.def("other_grads", &other_grads, py::arg("params"), py::arg("grads"));
-  module.def("stale_views", &stale_views, py::arg("engine"), py::arg("params"), py::arg("views"),
+  py::class_<ViewLayouts>(module, "ViewLayouts")
+      .def(py::init<>())
+      .def("note", &ViewLayouts::note, py::arg("index"), py::arg("view"));
+  module.def("stale_views", &stale_views, py::arg("engine"), py::arg("params"), py::arg("views"), py::arg("made"),
              py::arg("grad_references"));
 }
 

@@ -1,8 +1,8 @@
 // The kernels that the package calls on arrays by themselves.
 #include "kernels/kernels.h"
 
+#include "bindings/array.h"
 #include "bindings/bindings.h"
-#include "bindings/host_array.h"
 
 namespace py = pybind11;
 
@@ -12,7 +12,7 @@ namespace {
 
 // array: dense in memory. Index in memory order, of a complex array's own elements; -1 if all are finite.
 int64_t first_nonfinite_in(const py::object& object) {
-  HostArray array;
+  Array array;
   if (!read_host_array(object.ptr(), &array, nullptr)) throw py::error_already_set();
   if (!array.dense) throw py::value_error("first_nonfinite: the array's elements do not fill one stretch of memory");
   if (!is_floating(array.dtype)) return -1;
@@ -27,7 +27,7 @@ int64_t first_nonfinite_in(const py::object& object) {
 
 // array: contiguous. Of its bytes, so copies of other shapes or dtypes are the same to it.
 uint64_t checksum_of(const py::object& object) {
-  HostArray array;
+  Array array;
   if (!read_host_array(object.ptr(), &array, nullptr)) throw py::error_already_set();
   if (!array.contiguous) throw py::value_error("checksum: the array is not contiguous");
   const py::gil_scoped_release unlocked;

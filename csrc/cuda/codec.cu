@@ -33,6 +33,20 @@ __device__ __forceinline__ const T* global(const void* address) {
 
 constexpr u32 kChunkBytes = sizeof(uint4);
 
+// In one instruction, whatever becomes of the words: left to itself the compiler may load halves.
+__device__ __forceinline__ uint4 load_chunk(const uint4* address) {
+#ifdef GPUCOMM_HOST_KERNELS
+  return *address;
+#else
+  uint4 chunk;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(chunk.x), "=r"(chunk.y), "=r"(chunk.z), "=r"(chunk.w)
+               : "l"(address)
+               : "memory");
+  return chunk;
+#endif
+}
+
 __device__ __forceinline__ bool aligned(const void* address) {
   return reinterpret_cast<u64>(address) % kChunkBytes == 0;
 }
@@ -43,8 +57,8 @@ struct Float32 {
   using Storage = float;
   using Wide = float;
   static constexpr u32 kPerChunk = 4;
-  // Magnitudes from here on are infinite once stored.
-  static constexpr float kOverflow = __builtin_inff();
+  // The largest magnitude that is finite once stored.
+  static constexpr float kLargest = 0x1.fffffep127f;
   static __device__ __forceinline__ float load(float x) { return x; }
   static __device__ __forceinline__ float store(float x) { return x; }
   static __device__ __forceinline__ void load(uint4 chunk, float* wide) {
@@ -63,7 +77,7 @@ struct Float64 {
   using Storage = double;
   using Wide = double;
   static constexpr u32 kPerChunk = 2;
-  static constexpr double kOverflow = __builtin_inf();
+  static constexpr double kLargest = 0x1.fffffffffffffp1023;
   static __device__ __forceinline__ double load(double x) { return x; }
   static __device__ __forceinline__ double store(double x) { return x; }
   static __device__ __forceinline__ double of(u32 low, u32 high) {
@@ -177,11 +191,11 @@ struct BFloatPairs {
 #endif
 
 struct Float16 : TwoBytes<HalfPairs> {
-  static constexpr float kOverflow = 65520.0f;  // halfway to 2^16, ties to even
+  static constexpr float kLargest = 0x1.ffdffep15f;  // halfway to 2^16, which ties to even, is not
 };
 
 struct BFloat16 : TwoBytes<BFloatPairs> {
-  static constexpr float kOverflow = 0x1.ffp127f;  // halfway to 2^128, ties to even
+  static constexpr float kLargest = 0x1.fefffep127f;  // nor halfway to 2^128
 };
 
 // ---- what a thread learns of the elements that pass by
@@ -199,11 +213,13 @@ struct Watch {
   template <u32 kNumel>
   __device__ __forceinline__ void see(const Wide* wide) {
     bool found = false;
+    Wide sum = 0;  // of its own, which shortens the chain of additions and of their errors
 #pragma unroll
     for (u32 i = 0; i < kNumel; ++i) {
-      squares += wide[i] * wide[i];
-      found = found | !(magnitude(wide[i]) < To::kOverflow);  // a NaN too
+      sum += wide[i] * wide[i];
+      found = found | !(magnitude(wide[i]) <= To::kLargest);  // a NaN too
     }
+    squares += sum;
     if (found) nonfinite = 1;
   }
 };
@@ -214,8 +230,10 @@ struct Squares {
   typename T::Wide squares = 0;
   template <u32 kNumel>
   __device__ __forceinline__ void see(const typename T::Wide* wide) {
+    typename T::Wide sum = 0;
 #pragma unroll
-    for (u32 i = 0; i < kNumel; ++i) squares += wide[i] * wide[i];
+    for (u32 i = 0; i < kNumel; ++i) sum += wide[i] * wide[i];
+    squares += sum;
   }
 };
 
@@ -257,7 +275,7 @@ __device__ __forceinline__ void convert_column(uint4* out, const uint4* in, u32 
   for (u32 k = 0; k < T::kAtOnce; ++k) {
 #pragma unroll
     for (u32 i = 0; i < T::kLoads; ++i) {
-      if (kWhole || k * kTeam < groups) chunks[k][i] = in[k * kTeam * T::kLoads + i];
+      if (kWhole || k * kTeam < groups) chunks[k][i] = load_chunk(in + k * kTeam * T::kLoads + i);
     }
   }
 #pragma unroll
@@ -288,6 +306,7 @@ __device__ __forceinline__ void convert(typename To::Storage* out, const typenam
     u64 at = static_cast<u64>(threadIdx.x / kTeam) * T::kGroups + threadIdx.x % kTeam;
     uint4* to = reinterpret_cast<uint4*>(out) + at * T::kStores;
     const uint4* from = reinterpret_cast<const uint4*>(in) + at * T::kLoads;
+#pragma unroll 1
     for (; at + (T::kGroups - kTeam) < groups; at += stride) {
       convert_column<From, To, true, kStore>(to, from, T::kGroups, scale, eye);
       to += stride * T::kStores;
@@ -435,9 +454,11 @@ __device__ __forceinline__ void sum_partials_of(const FlatArgs& args) {
 
 }  // namespace
 
-// At most 1024 threads, so at most 64 registers each.
+// Two of the largest blocks fit a multiprocessor, so a thread has 48 registers: with fewer the compilers wait for the
+// first load before the last is on its way, with more fewer blocks of the usual size are there to hide what each waits
+// for.
 #define GPUCOMM_KERNEL(name, Args, body) \
-  extern "C" __global__ void __launch_bounds__(1024) name(const __grid_constant__ Args args) { body; }
+  extern "C" __global__ void __launch_bounds__(kMaxBlockThreads, 2) name(const __grid_constant__ Args args) { body; }
 #define GPUCOMM_CONVERTING(from, From, to, To)                          \
   GPUCOMM_KERNEL(pack_##from##_##to, CodecArgs, (pack<From, To>(args))) \
   GPUCOMM_KERNEL(unpack_##from##_##to, CodecArgs, (unpack<From, To>(args)))

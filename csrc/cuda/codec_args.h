@@ -7,8 +7,10 @@ namespace gpucomm::codec {
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-// Launched with this many threads a block (any number is correct).
+// Launched with this many threads a block. Any number is correct, multiples of 32 are fast, more than kMaxBlockThreads
+// are refused by the driver.
 constexpr u32 kBlockThreads = 256;
+constexpr u32 kMaxBlockThreads = 640;
 
 // The longest piece that is fast: a block of kBlockThreads then has every 16-byte load of a 16-bit gradient in flight
 // at once, and a bucket of 25 MiB has several blocks for each multiprocessor. Longer ones are correct. Cut a gradient
@@ -59,12 +61,14 @@ struct FlatArgs {
   float* result;      // sum_partials: *result += the sum of partials, in an order that hangs on blockDim alone
 };
 
+#ifndef __CUDACC_RTC__  // which takes no functions of the host
 // Blocks for the kernels over FlatArgs (any number is correct; the order of a norm's sum hangs on it).
 constexpr u32 kMaxFlatBlocks = 1024;
 constexpr u32 flat_blocks(u64 numel) {
   const u64 blocks = (numel + kPieceNumel - 1) / kPieceNumel;
   return blocks == 0 ? 1 : blocks > kMaxFlatBlocks ? kMaxFlatBlocks : static_cast<u32>(blocks);
 }
+#endif
 
 }  // namespace gpucomm::codec
 

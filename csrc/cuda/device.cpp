@@ -29,6 +29,15 @@ GpuDevice::GpuDevice(std::shared_ptr<const Api> api, int ordinal) : api_(std::mo
 // At the end of the process the driver may be gone before us; what it says then does not matter.
 GpuDevice::~GpuDevice() { api_->primary_ctx_release(handle_); }
 
+bool GpuDevice::owns(const void* address) const {
+  const Current current(*api_, context_);
+  const auto at = reinterpret_cast<DeviceAddress>(address);
+  unsigned kind = 0;
+  int ordinal = -1;
+  return api_->pointer_get_attribute(&kind, kPointerMemoryType, at) == kSuccess && kind == kMemoryDevice &&
+         api_->pointer_get_attribute(&ordinal, kPointerDeviceOrdinal, at) == kSuccess && ordinal == ordinal_;
+}
+
 void GpuDevice::check(Result result, const char* what) const {
   if (result == kSuccess) return;
   const std::string where = std::string(what) + " on " + (text_.empty() ? "cuda:" + std::to_string(ordinal_) : text_);

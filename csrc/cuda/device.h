@@ -24,6 +24,9 @@ class GpuDevice {
   int compute_capability() const { return compute_capability_; }  // 90 is 9.0
   int multiprocessors() const { return multiprocessors_; }
 
+  // Whether memory at an address is this device's. False for what the driver does not know.
+  bool owns(const void* address) const;
+
   // Throws CudaError, naming the device, unless result is kSuccess.
   void check(Result result, const char* what) const;
 

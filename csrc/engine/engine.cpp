@@ -133,9 +133,6 @@ void Engine::arm() {
     bucket.grads.assign(bucket.parameters.size(), {});
     bucket.producers.clear();
   }
-  if (!parts_.bucket_codec) return;
-  lead_caller();
-  if (check_finite_) parts_.bucket_codec->begin_check(caller_);
 }
 
 void Engine::mark_ready(int32_t parameter, const void* grad, DType grad_dtype) {
@@ -160,6 +157,7 @@ void Engine::mark_ready(int32_t parameter, const void* grad, DType grad_dtype) {
 // Where the gradient lies, until its bucket is packed. What lies in the slot already is not the parameter's `.grad`, so
 // nothing more can be added to it.
 void Engine::note_grad(int32_t parameter, const void* grad, DType grad_dtype) {
+  look_at_caller();
   const Slot& slot = slots_[static_cast<size_t>(parameter)];
   Bucket& bucket = bucket_of(slot);
   bucket.grads[slot.order] = {const_cast<void*>(grad), grad_dtype};
@@ -241,7 +239,7 @@ void Engine::complete(int32_t parameter, const void* grad, DType grad_dtype) {
 
 int32_t Engine::nonfinite_parameter() {
   if (!parts_.bucket_codec || !check_finite_) return nonfinite_parameter_;
-  const std::vector<int32_t> found = parts_.bucket_codec->read_check(caller_);
+  const std::vector<int32_t> found = parts_.bucket_codec->read_check(*parts_.stream);
   for (size_t i = 0; i < found.size(); ++i) {
     if (found[i] < 0) continue;
     const int32_t parameter = buckets_[i].parameters.at(static_cast<size_t>(found[i]));
@@ -397,9 +395,11 @@ const Verdict& Engine::finish(const HeaderWords& words) {
   parts_.control_stream->progress();
   if (parts_.stream->runs_by_itself()) {
     // The program's stream waits, and the ranks' hosts only for each other.
-    led_.clear();
+    if (check_finite_) parts_.bucket_codec->begin_check(*parts_.stream);
     last_reduced_ = parts_.stream->record();
-    lead_caller();
+    look_at_caller();
+    parts_.stream->lead(caller_, last_reduced_);
+    led_ = {caller_};
     note_reduced();
   } else {
     wait_for_buckets();

@@ -62,6 +62,8 @@ struct EngineParts {
   std::shared_ptr<Transport> control_transport = nullptr;
   std::shared_ptr<Stream> control_stream = nullptr;
   std::shared_ptr<Trace> trace = nullptr;
+  // The stream of the program of the moment, on a device; none on the CPU.
+  std::function<Caller()> caller = nullptr;
 };
 
 class Engine {
@@ -95,8 +97,6 @@ class Engine {
   // Buckets are packed as a whole: gradients stay where they are until then, and `release` is called afterwards.
   bool packs_buckets() const { return parts_.bucket_codec != nullptr; }
   void on_release(ReleaseGrads release) { release_ = std::move(release); }
-  // The stream of the program that makes gradients from now on, or takes the means.
-  void set_caller(Caller caller) { caller_ = caller; }
 
   // Whether the caller wants to see each gradient, instead of having it packed by the hook.
   void set_by_hand(bool by_hand) { by_hand_ = by_hand; }
@@ -131,7 +131,7 @@ class Engine {
   // gradient on.
   void set_check_finite(bool check) { check_finite_ = check; }
   // The lowest parameter index with such an element in this iteration, on this rank; -1: none was found.
-  // With packs_buckets() that waits for the device.
+  // With packs_buckets() that waits for the device, finish() begins anew, and of a bucket only the first slot counts.
   int32_t nonfinite_parameter();
 
   // The gradient cannot go through its slot (a second gradient after packing, no slot, another dtype): asks all ranks
@@ -182,6 +182,9 @@ class Engine {
   void count_down(int32_t parameter);
   void note_grad(int32_t parameter, const void* grad, DType grad_dtype);
   void pack_bucket(size_t bucket);
+  void look_at_caller() {
+    if (parts_.caller) caller_ = parts_.caller();
+  }
   void lead_caller();
   void wait_for_buckets();
   void launch_packed();
@@ -200,7 +203,7 @@ class Engine {
   size_t piece_bytes_;
   TakeBucket take_;
   ReleaseGrads release_;
-  Caller caller_;
+  Caller caller_;                   // who calls at present
   std::vector<Caller> led_;         // callers that come after the last iteration's reductions
   Event last_reduced_;              // of that iteration
   std::vector<int32_t> releasing_;  // scratch of pack_bucket()

@@ -40,10 +40,19 @@ class Audit:
         if len(set(by_rank)) > 1:
             raise ValueError(f"audit_every has to be the same on every rank, by rank it is {by_rank}")
         self.every = every
-        # Whether every rank has rank 0's buffers, and no forward was there to change them since: batch normalisation
-        # leaves each rank its own statistics until the next training forward brings them together.
-        self.buffers_are_equal = False
+        # Reductions and batches that normalisation had counted when every rank had rank 0's buffers: a forward since,
+        # past the wrapper, may have changed them on each rank by itself, until the next training forward of the wrapper
+        # brings them together. None: one of the wrapper's may have.
+        self._equal_at: tuple[int, list[int]] | None = None
         self._latest = 0
+
+    def note_equal_buffers(self, ddp: "DistributedDataParallel", iteration: int) -> None:
+        """Every rank has the same buffers now, after so many reductions."""
+        self._equal_at = (iteration, _batches_counted(ddp))
+
+    def forget_buffers(self) -> None:
+        """What follows may change them, on each rank by itself."""
+        self._equal_at = None
 
     def before_forward(self, ddp: "DistributedDataParallel") -> None:
         """In a forward with gradients enabled, its buffers brought together: runs the audit if it is due.
@@ -69,7 +78,7 @@ class Audit:
         """Compares the replicas now; collective. See DistributedDataParallel.audit."""
         reducer, comm = ddp._reduction, ddp._comm
         reducer.before_collective()
-        equal_buffers = self.buffers_are_equal and ddp.forward_sync_buffers
+        equal_buffers = self._equal_at == (reducer.engine.iteration, _batches_counted(ddp)) and ddp.forward_sync_buffers
         if equal_buffers:
             ddp._assign_modules_buffers()  # a program may put a new tensor in a buffer's place
         replica = Replica(reducer.names, reducer.params, ddp.named_module_buffers if equal_buffers else {})
@@ -92,6 +101,13 @@ class Audit:
         buffers = sum(i in replica.buffers for i in compared)
         nbytes = sum(replica.local(i).nbytes for i in compared)
         return AuditReport(len(compared) - buffers, buffers, nbytes)
+
+
+def _batches_counted(ddp: "DistributedDataParallel") -> list[int]:
+    """How often the counters were written of normalisation layers that keep statistics of the batches of training."""
+    buffers = ddp.named_module_buffers.items()
+    counters = [buffer for name, buffer in buffers if name.endswith("num_batches_tracked")]
+    return [-1 if counter.is_inference() else counter._version for counter in counters]
 
 
 def checksum_of(checksums: list[int]) -> int:

@@ -21,7 +21,7 @@ def sync(ddp: "DistributedDataParallel", root: int) -> None:
     hook = getattr(ddp, "buffer_hook", None)
     if hook is None:
         broadcast_tensors(ddp.modules_buffers, ddp._comm, root)
-        ddp._audit.buffers_are_equal = True
+        ddp._audit.note_equal_buffers(ddp, ddp._reduction.engine.iteration)
         return
     with torch.no_grad(), ExitStack() as kept:
         for buffer in ddp.modules_buffers:

@@ -105,7 +105,8 @@ class Connection:
         if init_sync:
             broadcast_tensors(table.params, comm)
             broadcast_tensors(ddp.modules_buffers if arguments.syncs_buffers_at_init else [], comm)
-            audit.buffers_are_equal = arguments.syncs_buffers_at_init
+            if arguments.syncs_buffers_at_init:
+                audit.note_equal_buffers(ddp, iteration=0)
         own_caps = _OWN_CAPS.get(transport.name(), _SOCKET_CAPS)
         reduction = Reducer(
             table,

@@ -33,7 +33,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
         uses_batch = self.training or self.running_mean is None
-        group = self.process_group or dist.group.WORLD if uses_batch and dist.is_initialized() else None
+        group = self.process_group or dist.group.WORLD if self.training and dist.is_initialized() else None
         if group is None or dist.get_world_size(group) == 1:
             return torch.nn.functional.batch_norm(
                 input,
@@ -47,8 +47,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             )
         comm = _communicator(group)
         count, mean, var = _statistics(input, comm)
-        if self.training:
-            self._follow(self._count_batch(), count, mean, var)
+        self._follow(self._count_batch(), count, mean, var)
         output: torch.Tensor = _Normalise.apply(input, self.weight, self.bias, mean, var, count, self.eps, comm)
         return output
 

@@ -202,7 +202,7 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
             everybody = self._meet_peers()
             if everybody and torch.is_grad_enabled():
                 self._audit.before_forward(self)
-            self._audit.buffers_are_equal = False
+            self._audit.forget_buffers()
         if self._precision is not None:
             inputs, kwargs = self._precision.cast_inputs(inputs, kwargs)
         if self.device_ids:
@@ -367,7 +367,15 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        """Has an optimizer made that steps a bucket's parameters as soon as it is reduced, as torch's class does."""
+        """Has an optimizer made that steps a bucket's parameters as soon as it is reduced, as torch's class does.
+
+        Raises RuntimeError with nonfinite="skip": whether an iteration is to be skipped is known when all is reduced.
+        """
+        if self._reduction.finite.policy == "skip":
+            raise RuntimeError(
+                "nonfinite='skip' beside an optimizer that steps bucket by bucket: it would have applied the iteration "
+                "before it is known that it is to be skipped; use torch's _apply_optimizer_in_backward"
+            )
         # Lazily: it compiles TorchScript when it is imported.
         from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
 

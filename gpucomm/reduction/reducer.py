@@ -208,20 +208,20 @@ class Reducer:
         if reduce:
             self.engine.arm()
         else:
-            self.finite.note_local(self.params)
+            self.finite.note_local()
             self.engine.arm_local()
         if stranger is not None:
             raise stranger  # only now: the peers of a reduction are told of what raises in it
         if reduce:
-            self._arm_stages()
+            self._arm_stages(first)
 
-    def _arm_stages(self) -> None:
+    def _arm_stages(self, first: int) -> None:
         hooked = self.comm_hooks is not None  # they need not be linear: what is late is not for them
         with_graph = torch.is_grad_enabled()
         if with_graph:
             self.agreement.check_graph()
         self._means.arm(with_graph and not hooked)
-        self._means.note_programs()
+        self._means.note_programs(first)
         self._second_round.ask_about_replaced()
         self._completion.complete_absent(may_be_wrong=not hooked)
 
@@ -239,6 +239,7 @@ class Reducer:
         return bool(used) and not set(used) & set(kept_grads(self.params, first))
 
     def _ready_slots(self) -> None:
+        self.finite.forget()
         if self.slots.apply_next():
             self._hooks.set_layouts(self.slots.views, self.slots.wire)
         self.slots.free()
@@ -283,12 +284,8 @@ class Reducer:
         if engine.mode != _core.Mode.REDUCE:
             return
         if (grad := local_grad(param)) is None:
-            if not self._hooks.are_others(index):
-                return  # undefined: the parameter was not used
-            raise RuntimeError(
-                f"parameter '{self.names[index]}': a hook of the program took its gradient away before it was reduced. "
-                "To step parameters inside backward, use torch's _apply_optimizer_in_backward or _register_fused_optim"
-            )
+            self._on_no_gradient(index, param)
+            return
         is_last, view = self._hooks.comes_last(index), self.slots.fitting_view(index, grad)
         if not is_last and not engine.packed(index):
             engine.mark_used(index)  # what the hooks that follow make of it is taken at the end of backward
@@ -308,6 +305,23 @@ class Reducer:
             self._completion.note_late(index)
             self._second_round.add(index, grad)
         param.grad = None
+
+    def _on_no_gradient(self, index: int, param: torch.nn.Parameter) -> None:
+        """The hook ran, and `.grad` is None."""
+        if not self._hooks.are_others(index):
+            # A node in the graph gave None: as with torch's class, that counts as zeros, or as no gradient.
+            if not self._usage.allow_unused:
+                self.engine.mark_used(index)
+            return
+        if param is not self.params[index]:
+            raise RuntimeError(
+                f"parameter '{self.names[index]}': a post-accumulate-grad hook of the program returned a value, which "
+                "torch hands to the next hook in the parameter's place; such hooks have to return None"
+            )
+        raise RuntimeError(
+            f"parameter '{self.names[index]}': a hook of the program took its gradient away before it was reduced. To "
+            "step parameters inside backward, use torch's _apply_optimizer_in_backward or _register_fused_optim"
+        )
 
     # ---- finish
 
@@ -375,6 +389,7 @@ class Reducer:
             self._usage.check(verdict, self.slots.expected())
         if not self.agreement.joined:
             self._means.install(verdict, factor, self.comm)
+            self.finite.note_installed(self.params)
         if not self.slots.is_final and self.slots.next_plan is None:
             self.slots.plan_ready_order(self.comm, verdict)
 

@@ -1,4 +1,10 @@
-"""Before any optimizer of the process steps: it must not apply gradients that are not what all ranks agreed on."""
+"""Before any optimizer of the process steps: it must not apply gradients that are not what all ranks agreed on.
+
+A closure that the program gives runs inside the step, and makes the gradients there: it is followed by the same check.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -8,7 +14,28 @@ from gpucomm.reduction.reducer import Reducer
 from gpucomm.reduction.sharing import live_reducers
 
 
-def _check_all(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+    """args: those of step(), the optimizer first. Returns both as step() is to get them; None: as they are."""
+    if not live_reducers():
+        return None
+    _check_all(optimizer)
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], _checked(args[1], optimizer), *args[2:]), kwargs
+    if callable(closure := kwargs.get("closure")):
+        return args, {**kwargs, "closure": _checked(closure, optimizer)}
+    return None
+
+
+def _checked(closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    def checked() -> Any:
+        loss = closure()
+        _check_all(optimizer)
+        return loss
+
+    return checked
+
+
+def _check_all(optimizer: torch.optim.Optimizer) -> None:
     for reducer in live_reducers():
         _check(reducer, optimizer)
 
@@ -36,8 +63,7 @@ def _check(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
             "backward, use torch's _apply_optimizer_in_backward or _register_fused_optim"
         )
     if reducer.finite.skipping:
-        for param in mine:
-            param.grad = None
+        reducer.finite.take_skipped(mine)
     elif left := [param for param in mine if param.grad is not None]:
         raise RuntimeError(
             "optimizer.step() after reducer.prepare_for_backward(), but no backward was reduced since: parameter "
@@ -46,4 +72,4 @@ def _check(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-register_optimizer_step_pre_hook(_check_all)
+register_optimizer_step_pre_hook(_before_step)

@@ -42,11 +42,11 @@ class Means:
         self._saw_graph = self._saw_graph or with_graph
         self._engine.set_by_hand(with_graph)
 
-    def note_programs(self) -> None:
+    def note_programs(self, first: int) -> None:
         """What is `.grad` already, and somebody else holds too (a flat buffer, a list), stays it: autograd adds to it
-        in place, so the program expects the mean there."""
+        in place, so the program expects the mean there. first: whose gradient just came."""
         others = _core.other_grads(self._params, self._slots.grads)
-        for index in shared_grads(self._params, others) if others else ():
+        for index in shared_grads(self._params, others, first) if others else ():
             grad = self._params[index].grad
             if grad is not None and self._slots.views[index] is not None:
                 self._programs[index] = grad

@@ -33,20 +33,20 @@ class Usage:
         self._names = names
         self._comm = comm
         self._rank = rank
-        self._allow_unused = allow_unused
+        self.allow_unused = allow_unused
         self._static_unused: list[int] | None = None
         self.is_constant = True  # what is used has been the same in all iterations
         self._used_before: list[int] | str | None = None
 
     def search_range(self) -> AbstractContextManager:
         """Around the search for parameters without a gradient: what profiles of stock DDP show of it."""
-        named = self._allow_unused and not self.static_graph
+        named = self.allow_unused and not self.static_graph
         return torch.autograd.profiler.record_function("search_unused_parameters") if named else nullcontext()
 
     @property
     def is_worth_forecasting(self) -> bool:
         """Whether parameters may be unused, and this rank does not always use the same ones."""
-        return self._allow_unused and bool(self._varies_here)
+        return self.allow_unused and bool(self._varies_here)
 
     def note_here(self, unused: list[int]) -> None:
         """unused: parameters that have a slot and got no gradient on this rank in this iteration."""
@@ -68,7 +68,7 @@ class Usage:
 
         Collective: one that is frozen on every rank is no error, one that is frozen on some is one on all of them.
         """
-        if self._allow_unused and not self.static_graph:
+        if self.allow_unused and not self.static_graph:
             return
         used = set(verdict.used_by_all())
         unused = [i for i in planned if i not in used]

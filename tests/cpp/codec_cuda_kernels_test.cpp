@@ -1,6 +1,8 @@
 // codec.cu, compiled for the host, against the CPU codec (bit for bit) and against sums in fp64.
 #include <gtest/gtest.h>
 
+#include <bit>
+#include <cfloat>
 #include <climits>
 #include <cmath>
 #include <cstdint>

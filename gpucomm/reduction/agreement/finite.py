@@ -20,6 +20,8 @@ class FiniteCheck:
     def __init__(self, policy: str, names: Sequence[str], engine: _core.Engine) -> None:
         self.policy = policy
         self.skipping = False
+        self._skipped: dict[torch.nn.Parameter, torch.Tensor] = {}  # what they had as `.grad` then
+        self._looked = False  # whether what is skipped was looked at again
         self.skipped = 0  # iterations so far
         self._names = names
         self._engine = engine
@@ -57,10 +59,36 @@ class FiniteCheck:
         self.skipping = True
         self.skipped += 1
 
-    def note_local(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """A backward begins that is not reduced: only gradients that still hold the infinity or NaN are skipped."""
+    def note_installed(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """The iteration's gradients are where the program finds them. Held until forget()."""
+        self._skipped = {param: param.grad for param in params if param.grad is not None} if self.skipping else {}
+        # A communication hook may have given the infinity to another rank only: then it is not to be seen here.
+        self._looked = self._are_finite()
+
+    def forget(self) -> None:
+        """Whatever is in `.grad` belongs to a new iteration."""
+        self._skipped = {}
+
+    def take_skipped(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """An optimizer is about to step these: takes the gradients of the skipped iteration away, no others."""
+        if not self._looked:
+            self._look()
+        for param in params:
+            if self.skipping and param.grad is not None and param.grad is self._skipped.get(param):
+                param.grad = None
+
+    def note_local(self) -> None:
+        """A backward begins that is not reduced, and adds to what is there: only what still holds an infinity or NaN is
+        skipped."""
         if self.skipping:
-            self.skipping = not all(_is_finite(param.grad) for param in params if param.grad is not None)
+            self._look()
+
+    def _look(self) -> None:
+        self._looked = True
+        self.skipping = not self._are_finite()
+
+    def _are_finite(self) -> bool:
+        return all(_is_finite(grad) for param, grad in self._skipped.items() if param.grad is grad)
 
     def _first_overflown(self, means: Iterator[tuple[int, torch.Tensor]], first_of: Callable[[int], int] | None) -> int:
         """The parameter, or -1."""

@@ -37,7 +37,8 @@ class ParameterSpec:
     def of(cls, param: torch.Tensor, wire: Wire = _AS_THEY_ARE) -> "ParameterSpec":
         local = local_of(param)
         strides = local.stride() if is_dense(local) else contiguous_strides(local.shape)
-        return cls(local.shape, tuple(strides), local.dtype, wire.dtype_of(local.dtype))
+        dtype = getattr(param, "grad_dtype", None) or local.dtype  # torch 2.10 and later; None: of any
+        return cls(local.shape, tuple(strides), dtype, wire.dtype_of(dtype))
 
     def is_like(self, other: "ParameterSpec") -> bool:
         """Whether gradients of both fit one view; strides, in which ranks may differ, do not matter for that."""

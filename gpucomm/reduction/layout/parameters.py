@@ -29,6 +29,7 @@ class ParameterTable:
         self.on_replace: Callable[[int, nn.Parameter], None] | None = None
         self._ignored = frozenset(ignored)
         self._changed = False
+        self._frozen_newcomers: list[nn.Parameter] = []  # added after construction; no gradients to reduce
         self._place_of: dict[int, tuple[nn.Module, str]] = {}
         self._find_places()
         _watched.add(self)
@@ -70,7 +71,8 @@ class ParameterTable:
     def is_in_place(self, index: int) -> bool:
         """False if another object was put behind the name past torch's registration, straight into `_parameters`."""
         module, name = self._place_of[index]
-        found = module._parameters.get(name)
+        # A TorchScript module has something like a dict, without get().
+        found = module._parameters[name] if name in module._parameters else None  # noqa: SIM401
         return found is self.params[index] or not isinstance(found, nn.Parameter)  # functional_call's last for one call
 
     def indices_of(self, params: Iterable[nn.Parameter]) -> list[int]:
@@ -85,26 +87,33 @@ class ParameterTable:
     def refresh(self) -> None:
         """Brings names and objects together again if something changed; cheap if not.
 
-        Raises RuntimeError for a parameter that was not there at construction: it has no index on other ranks.
+        Raises RuntimeError for a trainable parameter that was not there at construction: it has no index on other
+        ranks. A frozen one (a teacher, a metric's network) is none of ours until it is unfrozen.
         """
+        if any(param.requires_grad for param in self._frozen_newcomers):
+            self._changed = True
         if not self._changed:
             return
         if not all(isinstance(param, nn.Parameter) for param in self._module.parameters()):
             return  # functional_call put other tensors in the parameters' places, until it returns
         index_of = {name: index for index, name in enumerate(self.names)}
         ours = set(map(id, self.params))
+        newcomers = []
         for name, param in self._module.named_parameters():
             if name in self._ignored:
                 continue
             index = index_of.get(name)
             if index is not None and param is not self.params[index]:
                 self._replace(index, param)
+            elif index is None and id(param) not in ours and not param.requires_grad:
+                newcomers.append(param)
             elif index is None and id(param) not in ours:
                 raise RuntimeError(
                     f"parameter '{name}' was added to the module after it was wrapped, its gradient would not be "
                     "reduced: wrap the module again"
                 )
         self._find_places()
+        self._frozen_newcomers = newcomers
         self._changed = False
 
     def _replace(self, index: int, param: nn.Parameter) -> None:

@@ -80,6 +80,7 @@ class Slots:
         ]
         self._engine.set_plan(buckets, plan.layout_hash)
         self.views: list[torch.Tensor | None] = [None] * len(self._params)
+        self._layouts = _core.ViewLayouts()
         self._distributed: dict[int, DistributedGrad] = {}
         # One list for both, unless a parameter is distributed.
         self.grads = [*self.views] if any(map(is_distributed, self._params)) else self.views
@@ -93,6 +94,7 @@ class Slots:
         for parameter in list(memory.views):
             # Nothing else may hold a view: references to it tell whether the program keeps the gradient.
             self.views[parameter] = memory.views.pop(parameter)
+            self._layouts.note(parameter, self.views[parameter])
             if is_distributed(self._params[parameter]):
                 grad = DistributedGrad(self._params[parameter], self.view(parameter))
                 self._distributed[parameter] = grad
@@ -132,7 +134,8 @@ class Slots:
 
     def free(self) -> None:
         """Gives buckets new memory in which somebody still keeps a gradient, so that it is never overwritten."""
-        stale = {self._bucket_of[i] for i in _core.stale_views(self._engine, self._params, self.views, GRAD_REFERENCES)}
+        stale_views = _core.stale_views(self._engine, self._params, self.views, self._layouts, GRAD_REFERENCES)
+        stale = {self._bucket_of[i] for i in stale_views}
         stale.update(i for i, memory in enumerate(self.memories) if memory.aliased())
         for parameter, grad in self._distributed.items():
             if grad.is_kept(self._params[parameter], GRAD_REFERENCES):

@@ -44,7 +44,9 @@ def narrow_wire(dtype: torch.dtype | None) -> Wire:
 def check_wire_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
     """The dtype. Raises ValueError for one that is not accepted."""
     if dtype is not None and dtype not in WIRE_DTYPES.values():
-        raise ValueError(f"wire_dtype is {dtype!r}, accepted are None, torch.bfloat16 and torch.float16")
+        raise ValueError(
+            f"wire_dtype is {dtype!r}, accepted are None, torch.bfloat16 and torch.float16, not names of them"
+        )
     return dtype
 
 

@@ -1,6 +1,7 @@
-#include "bindings/host_array.h"
+#include "bindings/array.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 
@@ -104,7 +105,13 @@ bool is_dense(const Layout& layout) {
   return true;
 }
 
-void fill(const dlpack::Tensor& tensor, int per_element, HostArray* array, Layout* wanted) {
+// False for memory of a kind that nothing here works on.
+bool set_device(dlpack::Device device, Array* array) {
+  array->device = device.type == dlpack::kCuda ? device.id : kHost;
+  return device.type == dlpack::kCuda || device.type == dlpack::kCpu || device.type == dlpack::kCudaHost;
+}
+
+void fill(const dlpack::Tensor& tensor, int per_element, Array* array, Layout* wanted) {
   Layout local;
   Layout* layout = wanted ? wanted : &local;
   array->address = static_cast<char*>(tensor.data) + tensor.byte_offset;
@@ -134,7 +141,7 @@ void fill(const dlpack::Tensor& tensor, int per_element, HostArray* array, Layou
   array->dense = array->contiguous || is_dense(*layout);
 }
 
-bool read_buffer(PyObject* object, HostArray* array, Layout* layout) {
+bool read_buffer(PyObject* object, Array* array, Layout* layout) {
   Py_buffer view;
   if (PyObject_GetBuffer(object, &view, PyBUF_STRIDES | PyBUF_FORMAT) != 0) return false;
   const char* format = view.format ? view.format : "B";
@@ -168,11 +175,23 @@ bool read_buffer(PyObject* object, HostArray* array, Layout* layout) {
   return fits;
 }
 
-// What `__dlpack__` gives: in the form that tells whether it is read-only, where the producer knows that one.
+// Whether an object with `__dlpack__` says that it is on a GPU.
+bool is_on_gpu(PyObject* object) {
+  PyObject* device = PyObject_CallMethod(object, "__dlpack_device__", nullptr);
+  int type = 0, id = 0;
+  const bool gpu = device && PyArg_ParseTuple(device, "ii", &type, &id) && type == dlpack::kCuda;
+  PyErr_Clear();
+  Py_XDECREF(device);
+  return gpu;
+}
+
+// What `__dlpack__` gives: in the form that tells whether it is read-only, where the producer knows that one. Of a
+// GPU's memory without making a stream wait: who uses it orders its own.
 PyObject* export_dlpack(PyObject* object) {
   PyObject* method = PyObject_GetAttrString(object, "__dlpack__");
   PyObject* no_arguments = PyTuple_New(0);
-  PyObject* options = Py_BuildValue("{s:(ii)}", "max_version", 1, 0);
+  PyObject* options = is_on_gpu(object) ? Py_BuildValue("{s:(ii),s:i}", "max_version", 1, 0, "stream", -1)
+                                        : Py_BuildValue("{s:(ii)}", "max_version", 1, 0);
   PyObject* capsule = nullptr;
   if (method && no_arguments && options) {
     capsule = PyObject_Call(method, no_arguments, options);
@@ -203,7 +222,7 @@ const dlpack::Tensor* tensor_in(PyObject* capsule, bool* read_only) {
   return managed ? &managed->tensor : nullptr;
 }
 
-bool read_dlpack(PyObject* object, HostArray* array, Layout* layout) {
+bool read_dlpack(PyObject* object, Array* array, Layout* layout) {
   // A tensor that requires grad refuses to be exported; what we do with its memory is not recorded anyhow.
   PyObject* exported =
       PyObject_HasAttrString(object, "detach") ? PyObject_CallMethod(object, "detach", nullptr) : Py_NewRef(object);
@@ -215,12 +234,17 @@ bool read_dlpack(PyObject* object, HostArray* array, Layout* layout) {
   if (const dlpack::Tensor* found = tensor_in(capsule, &array->read_only)) {
     const dlpack::Tensor& tensor = *found;
     const int per_element = counterpart(tensor.dtype, &array->dtype);
-    if (tensor.device.type != dlpack::kCpu && tensor.device.type != dlpack::kCudaHost) {
-      PyErr_Format(PyExc_ValueError, "the array is on a device (DLPack device type %d), host memory is needed",
+    if (!set_device(tensor.device, array)) {
+      PyErr_Format(PyExc_ValueError,
+                   "the array is on a device of DLPack type %d, memory of the host or a GPU is needed",
                    static_cast<int>(tensor.device.type));
     } else if (per_element == 0) {
-      PyErr_Format(PyExc_TypeError, "a DLPack dtype of code %d and %d bits has no counterpart here",
-                   static_cast<int>(tensor.dtype.code), static_cast<int>(tensor.dtype.bits));
+      static const char* const kinds[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+      const char* kind = tensor.dtype.code < std::size(kinds) ? kinds[tensor.dtype.code] : "unknown";
+      PyErr_Format(PyExc_TypeError,
+                   "an array of %s of %d bits has no counterpart here (float16, bfloat16, float32, float64, complex64, "
+                   "complex128, int32, int64, uint8)",
+                   kind, static_cast<int>(tensor.dtype.bits));
     } else {
       fill(tensor, per_element, array, layout);
       fits = true;
@@ -231,11 +255,55 @@ bool read_dlpack(PyObject* object, HostArray* array, Layout* layout) {
   return fits;
 }
 
+// https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html: a dict of shape, typestr, data and, for arrays
+// that are not in C order, strides in bytes. It does not tell the device: it is the current one.
+bool read_cuda_interface(PyObject* object, Array* array, Layout* layout) {
+  PyObject* facts = PyObject_GetAttrString(object, "__cuda_array_interface__");
+  if (!facts) return false;
+  const auto field = [&](const char* name) {
+    return PyDict_Check(facts) ? PyDict_GetItemString(facts, name) : nullptr;
+  };
+  PyObject *shape = field("shape"), *type_text = field("typestr"), *data = field("data"), *strides = field("strides");
+  const char* text = type_text && PyUnicode_Check(type_text) ? PyUnicode_AsUTF8(type_text) : nullptr;
+  int64_t sizes[kMaxDims], steps[kMaxDims];
+  bool fits = text && std::strlen(text) >= 3 && shape && PyTuple_Check(shape) && data && PyTuple_Check(data) &&
+              PyTuple_GET_SIZE(data) == 2 && PyTuple_GET_SIZE(shape) <= kMaxDims;
+  int per_element = 0;
+  const int ndim = fits ? static_cast<int>(PyTuple_GET_SIZE(shape)) : 0;
+  if (fits) {
+    const int itemsize = std::atoi(text + 2);
+    dlpack::DataType type{dlpack::kBool, static_cast<uint8_t>(itemsize * 8), 1};
+    if (text[1] == 'f') type.code = dlpack::kFloat;
+    if (text[1] == 'i') type.code = dlpack::kInt;
+    if (text[1] == 'u') type.code = dlpack::kUInt;
+    if (text[1] == 'c') type.code = dlpack::kComplex;
+    per_element = counterpart(type, &array->dtype);
+    const bool strided = strides && PyTuple_Check(strides) && PyTuple_GET_SIZE(strides) == ndim;
+    for (int d = 0; d < ndim; ++d) {
+      sizes[d] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, d));
+      if (strided) steps[d] = PyLong_AsLongLong(PyTuple_GET_ITEM(strides, d)) / std::max(itemsize, 1);
+    }
+    void* address = PyLong_AsVoidPtr(PyTuple_GET_ITEM(data, 0));
+    fits = per_element > 0 && !PyErr_Occurred();
+    if (fits) {
+      fill({address, {dlpack::kCuda, 0}, ndim, type, sizes, strided ? steps : nullptr, 0}, per_element, array, layout);
+      array->device = kCurrentGpu;
+      array->read_only = PyObject_IsTrue(PyTuple_GET_ITEM(data, 1)) == 1;
+    }
+  }
+  if (!fits && !PyErr_Occurred()) {
+    PyErr_Format(PyExc_TypeError, "the __cuda_array_interface__ of this %s has no counterpart here",
+                 Py_TYPE(object)->tp_name);
+  }
+  Py_DECREF(facts);
+  return fits;
+}
+
 // The object would not hand out its memory: the caller's mistake, with the object's own words.
 void refuse_unexported(PyObject* object) {
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
-  PyErr_Format(PyExc_ValueError, "expected a strided array in host memory, got %s: %S", Py_TYPE(object)->tp_name,
+  PyErr_Format(PyExc_ValueError, "expected a strided array, got %s: %S", Py_TYPE(object)->tp_name,
                value ? value : Py_None);
   Py_XDECREF(type);
   Py_XDECREF(value);
@@ -262,7 +330,7 @@ int has_lazy_sign(PyObject* object, bool complex) {
   return 0;
 }
 
-bool read_exchange_array(PyObject* object, HostArray* array, Layout* layout) {
+bool read_exchange_array(PyObject* object, Array* array, Layout* layout) {
   const dlpack::ExchangeApi* api = look_up(Py_TYPE(object)).api;
   if (!api) return false;
   dlpack::Tensor tensor;
@@ -270,28 +338,36 @@ bool read_exchange_array(PyObject* object, HostArray* array, Layout* layout) {
     PyErr_Clear();
     return false;
   }
-  if (tensor.device.type != dlpack::kCpu && tensor.device.type != dlpack::kCudaHost) return false;
+  if (!set_device(tensor.device, array)) return false;
   const int per_element = counterpart(tensor.dtype, &array->dtype);
   if (per_element == 0) return false;
   fill(tensor, per_element, array, layout);
   return true;
 }
 
-bool read_host_array(PyObject* object, HostArray* array, Layout* layout) {
+bool read_array(PyObject* object, Array* array, Layout* layout) {
   if (read_exchange_array(object, array, layout)) return true;
   if (look_up(Py_TYPE(object)).stands_for_others) {
-    PyErr_Format(PyExc_ValueError, "expected an array in host memory, this %s has none of its own",
+    PyErr_Format(PyExc_ValueError, "expected an array with memory, this %s has none of its own",
                  Py_TYPE(object)->tp_name);
     return false;
   }
   const bool has_buffer = PyObject_CheckBuffer(object) != 0;
   if (!has_buffer && !PyObject_HasAttrString(object, "__dlpack__")) {
-    PyErr_Format(PyExc_TypeError, "expected an array in host memory (torch, NumPy or anything with DLPack), got %s",
+    if (PyObject_HasAttrString(object, "__cuda_array_interface__")) return read_cuda_interface(object, array, layout);
+    PyErr_Format(PyExc_TypeError, "expected an array (torch, NumPy, CuPy or anything with DLPack), got %s",
                  Py_TYPE(object)->tp_name);
     return false;
   }
   if (has_buffer ? read_buffer(object, array, layout) : read_dlpack(object, array, layout)) return true;
   if (PyErr_ExceptionMatches(PyExc_BufferError)) refuse_unexported(object);
+  return false;
+}
+
+bool read_host_array(PyObject* object, Array* array, Layout* layout) {
+  if (!read_array(object, array, layout)) return false;
+  if (array->device == kHost) return true;
+  PyErr_Format(PyExc_ValueError, "the array is on a device (cuda:%d), host memory is needed", array->device);
   return false;
 }
 
