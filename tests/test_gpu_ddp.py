@@ -1,10 +1,7 @@
 """DistributedDataParallel with parameters on a GPU, over the stand-ins for the CUDA driver and NCCL."""
 
-import copy
-
 import pytest
 import torch
-import torch.distributed as dist
 from fake_cuda.ranks import on_gpu
 from gradients import mean_gradients
 from ranks import run_ranks

@@ -6,6 +6,8 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
 from fake_cuda.control import Control, loaded
@@ -89,3 +91,23 @@ def on_gpu(
         assert errors == [], errors
     finally:
         cuda.gpu = before
+
+
+@contextmanager
+def on_gpu_whatever_transport(rank: int, world: int) -> Iterator[None]:
+    """For tests that were written for the CPU: a transport that they name is what the hosts tell each other by."""
+    from gpucomm import communicator
+    from gpucomm.ddp import construction
+
+    join = communicator.Communicator._join
+
+    def joined(self: Any, transport: Any, *args: Any) -> None:
+        join(self, transport, *args)
+        self.transport = transport.name()
+
+    with (
+        mock.patch.object(construction, "check_gpu_transport", lambda world: None),
+        mock.patch.object(communicator.Communicator, "_join", joined),
+        on_gpu(rank, world),
+    ):
+        yield
