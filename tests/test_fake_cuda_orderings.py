@@ -1,4 +1,4 @@
-"""An iteration as the engine does it, over the stand-in for the CUDA driver: each of its orderings is missed when dropped."""
+"""An iteration as the engine does it, over the stand-in for CUDA: each of its orderings is missed when dropped."""
 
 import ctypes
 

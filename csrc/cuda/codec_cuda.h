@@ -18,8 +18,8 @@ namespace gpucomm::cuda {
 // The kernels of codec.cu, loaded into a device.
 class Kernels {
  public:
-  // image: what the driver takes as a module; only read here.
-  Kernels(std::shared_ptr<const GpuDevice> device, const std::string& image);
+  // Takes the module over, which load_kernels() gives.
+  Kernels(std::shared_ptr<const GpuDevice> device, Module module) : device_(std::move(device)), module_(module) {}
   ~Kernels();
   Kernels(const Kernels&) = delete;
   Kernels& operator=(const Kernels&) = delete;
@@ -30,7 +30,7 @@ class Kernels {
 
  private:
   std::shared_ptr<const GpuDevice> device_;
-  Module module_ = nullptr;
+  Module module_;
   std::map<std::string, Function> functions_;
 };
 
@@ -43,8 +43,8 @@ class CudaCodec final : public BucketCodec {
   void move_bucket(size_t bucket, void* address) override { buckets_.at(bucket).layout.address = address; }
   void pack(size_t bucket, std::span<const GradPointer> grads, double scale, bool check, Caller caller) override;
   void unpack(size_t bucket, std::span<const GradPointer> grads, Stream& stream) override;
-  void begin_check(Caller caller) override;
-  std::vector<int32_t> read_check(Caller caller) override;
+  void begin_check(Stream& stream) override;
+  std::vector<int32_t> read_check(Stream& stream) override;
 
  private:
   struct Planned {
@@ -63,6 +63,7 @@ class CudaCodec final : public BucketCodec {
   std::vector<Planned> buckets_;
   std::unique_ptr<DeviceMemory> pieces_;  // codec::Piece, of all buckets
   std::unique_ptr<DeviceMemory> found_;   // int, by bucket: the first slot that is not finite
+  std::unique_ptr<PinnedMemory> read_;    // the same on the host
   Function functions_[2][kDTypeCount][kDTypeCount] = {};
 };
 

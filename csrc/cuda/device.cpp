@@ -60,4 +60,18 @@ DeviceMemory::~DeviceMemory() {
   }
 }
 
+PinnedMemory::PinnedMemory(std::shared_ptr<const GpuDevice> device, size_t bytes) : device_(std::move(device)) {
+  const Current current(device_->api(), device_->context());
+  device_->check(device_->api().mem_host_alloc(&address_, bytes ? bytes : 1, 0), "cuMemHostAlloc");
+}
+
+PinnedMemory::~PinnedMemory() {
+  try {
+    const Current current(device_->api(), device_->context());
+    device_->api().mem_free_host(address_);
+  } catch (const CudaError&) {
+    // The context is gone, and the memory with it.
+  }
+}
+
 }  // namespace gpucomm::cuda

@@ -61,4 +61,22 @@ class DeviceMemory {
   size_t bytes_;
 };
 
+// Pinned memory of the host: a copy between it and a device does not wait.
+class PinnedMemory {
+ public:
+  PinnedMemory(std::shared_ptr<const GpuDevice> device, size_t bytes);
+  ~PinnedMemory();
+  PinnedMemory(const PinnedMemory&) = delete;
+  PinnedMemory& operator=(const PinnedMemory&) = delete;
+
+  template <typename T>
+  T* as() const {
+    return static_cast<T*>(address_);
+  }
+
+ private:
+  std::shared_ptr<const GpuDevice> device_;
+  void* address_ = nullptr;
+};
+
 }  // namespace gpucomm::cuda
