@@ -37,6 +37,10 @@ _READ_BACK = {
 }
 
 
+def _reads_shapes_alone(name: str) -> bool:
+    return name.endswith("_like") or name.startswith("aten::new_")
+
+
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
     """Address and bytes of what a strided tensor spans."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -191,7 +195,7 @@ class CudaShim(TorchDispatchMode):
         is_view = not fresh and not writes and name not in _READ_BACK and any(map(_is_memory, tree_leaves(results)))
         if not is_view and (given or fresh):
             written = {_range(tensor) for tensor in writes + fresh}
-            read = {_range(tensor) for tensor in reads} - written
+            read = set() if _reads_shapes_alone(name) else {_range(tensor) for tensor in reads} - written
             self.control.op(current, name, read, written)
         if in_backward:
             self._autograd().after_op(current, {tensor.untyped_storage().data_ptr() for tensor in writes + fresh})
