@@ -614,10 +614,10 @@ def test_torch_ops_are_work_on_the_current_stream(shim):
 def test_torch_ops_that_are_ordered_report_nothing(shim):
     side = shim.program.stream("side")
     x = torch.ones(8)
-    shim.program.order(0, side)
+    shim.control.wait_stream(side, 0)
     with shim.stream(side):
         y = x * 2
-    shim.program.order(side, 0)
+    shim.control.wait_stream(0, side)
     assert values(shim, y.add_(1)) == [3.0] * 8
 
 
@@ -631,11 +631,11 @@ def test_views_are_no_access(shim):
 def test_a_torch_op_runs_what_it_was_ordered_after(shim):
     side = shim.program.stream("side")
     x = torch.zeros(8)
-    shim.program.order(0, side)
+    shim.control.wait_stream(side, 0)
     shim.program.fill(x.data_ptr(), 8, 5.0, side)
     assert values(shim, x.clone()) == [0.0] * 8
     take_errors(shim.control, "race")
-    shim.program.order(side, 0)
+    shim.control.wait_stream(0, side)
     assert values(shim, x.clone()) == [5.0] * 8
 
 
@@ -646,7 +646,7 @@ def test_backward_and_optimizers_are_seen_in_the_thread_that_called_them(shim):
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda _: threads.add(threading.get_ident()))
     side = shim.program.stream("side")
-    shim.program.order(0, side)
+    shim.control.wait_stream(side, 0)
     with shim.stream(side):
         model(torch.ones(2, 4)).sum().backward()
     assert threads == {threading.get_ident()}
@@ -656,10 +656,39 @@ def test_backward_and_optimizers_are_seen_in_the_thread_that_called_them(shim):
     assert any("on side" in text and "on the legacy stream" in text for text in take_errors(shim.control, "race"))
 
 
+def test_backward_runs_on_the_stream_of_its_forward_and_joins_the_callers(shim):
+    side = shim.program.stream("side")
+    first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    seen = {}
+    for name, layer in (("first", first), ("second", second)):
+        layer.weight.register_post_accumulate_grad_hook(lambda _, name=name: seen.update({name: shim.current}))
+    x = torch.ones(2, 4)
+    shim.control.wait_stream(side, 0)
+    with shim.stream(side):
+        middle = first(x)
+    shim.control.wait_stream(0, side)
+    second(middle).sum().backward()
+    assert seen == {"first": side, "second": 0}
+    torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1).step()
+    for tensor in (x, middle, *(param.grad for param in first.parameters())):
+        shim.record_stream(tensor, side)
+        shim.record_stream(tensor, 0)
+
+
+def test_what_the_test_itself_orders_is_no_site_of_the_program(shim):
+    side = shim.program.stream("side")
+    layer = torch.nn.Linear(4, 4)
+    shim.control.wait_stream(side, 0)
+    with shim.stream(side):
+        loss = layer(torch.ones(2, 4)).sum()
+    loss.backward()
+    assert shim.control.sites() == []
+
+
 def test_freeing_a_tensor_is_a_write_on_its_stream(shim):
     side, out = shim.program.stream("side"), shim.program.allocate(8)
     x = torch.ones(8)
-    shim.program.order(0, side)
+    shim.control.wait_stream(side, 0)
     shim.program.copy_kernel(out, x.data_ptr(), 8, side)
     del x
     shim.control.drain()
@@ -672,7 +701,7 @@ def test_freeing_a_tensor_is_a_write_on_its_stream(shim):
 def test_a_recorded_stream_keeps_a_tensor_until_it_is_done(shim):
     side, out = shim.program.stream("side"), shim.program.allocate(8)
     x = torch.ones(8)
-    shim.program.order(0, side)
+    shim.control.wait_stream(side, 0)
     shim.program.copy_kernel(out, x.data_ptr(), 8, side)
     shim.record_stream(x, side)
     del x

@@ -86,6 +86,7 @@ _TYPES = {
     "fake_drain": (ctypes.c_bool,),
     "fake_run_until": (ctypes.c_bool, _stream),
     "fake_synchronize": (ctypes.c_bool, _stream),
+    "fake_order": (ctypes.c_bool, _stream, _stream),
     "fake_op": (ctypes.c_bool, _stream, _text, ctypes.POINTER(Range), ctypes.c_size_t),
     "fake_access": (ctypes.c_bool, _stream, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_bool, _text),
     "fake_host_access": (ctypes.c_bool, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_bool, _text),
@@ -157,6 +158,10 @@ class Control:
     def synchronize(self, stream: int) -> bool:
         """The same, and the host is ordered after it."""
         return self.library.fake_synchronize(stream)
+
+    def wait_stream(self, then: int, first: int) -> bool:
+        """As torch's then.wait_stream(first). No ordering site of the program: mutations leave it alone."""
+        return self.library.fake_order(first, then)
 
     # ---- accesses
 
