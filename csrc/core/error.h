@@ -34,7 +34,8 @@ class PeerFailed : public CommError {
   std::string reason;
 };
 
-// Peers did not come within the timeout; missing is empty where nobody can tell which. The object that raised it is dead from then on.
+// Peers did not come within the timeout; missing is empty where nobody can tell which. The object that raised it is
+// dead from then on.
 class CommTimeout : public CommError {
  public:
   CommTimeout(std::vector<int> missing, double timeout_s, const std::string& what);
