@@ -39,12 +39,20 @@ def library_of(nvrtc):
     return str(nvrtc.file("lib/libnvrtc.so." + nvrtc.version.split(".")[0]))
 
 
-def nvcc_cubin(arch, folder):
+def find_nvcc():
+    """The toolkit's, else the wheel's; skips without either."""
     toolkit = vendor.toolkit()
-    if toolkit is None or not (toolkit / "bin/nvcc").exists():
+    found = [toolkit / "bin/nvcc"] if toolkit else []
+    found += [wheel.file("bin/nvcc") for wheel in vendor.wheels("nvidia-cuda-nvcc")]
+    compilers = [nvcc for nvcc in found if nvcc.exists()]
+    if not compilers:
         vendor.missing("nvcc")
+    return compilers[0]
+
+
+def nvcc_cubin(arch, folder):
     cubin = folder / "codec.cubin"
-    command = [toolkit / "bin/nvcc", "-std=c++17", "-cubin", f"-arch=sm_{arch}", "-Xptxas=-v", "-Werror=all-warnings"]
+    command = [find_nvcc(), "-std=c++17", "-cubin", f"-arch=sm_{arch}", "-Xptxas=-v", "-Werror=all-warnings"]
     ran = subprocess.run([*command, "-o", str(cubin), str(CODEC)], capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stderr
     return cubin, ran.stderr
@@ -221,7 +229,7 @@ def test_a_newer_device_of_a_known_generation_gets_that_generations_newest(nvrtc
 def test_the_fat_binary_holds_the_kernels(tmp_path):
     binary = _core.cuda_fat_binary()
     if not binary:
-        vendor.missing("nvcc, when this was built")
+        pytest.skip("this build had no nvcc: its kernels are compiled by NVRTC")
     image = tmp_path / "codec.fatbin"
     image.write_bytes(binary)
     command = [sass.cuobjdump(), "-lelf", "-lptx", str(image)]
