@@ -191,7 +191,9 @@ TEST_F(KernelImageTest, IfNothingWillDoTheErrorSaysAllThatWasTried) {
   const GpuDevice device(stand_in_driver(), 0);
   std::string origin;
   try {
-    load_kernels(device, {.search = {.path = "/nonexistent/libnvrtc.so"}, .cache_folder = ""}, &origin);
+    KernelCompiler compiler;
+    compiler.search.path = "/nonexistent/libnvrtc.so";
+    load_kernels(device, compiler, &origin);
     FAIL() << "no error";
   } catch (const CommError& error) {
     const std::string text = error.what();
