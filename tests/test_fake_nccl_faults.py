@@ -163,6 +163,21 @@ def test_peers_of_an_aborted_rank_wait():
     run(2, body)
 
 
+def test_a_registration_that_a_dead_rank_does_not_come_to():
+    def body(rank, world):
+        with on_device(rank, world, script="remote_error ms=50") as it:
+            comm, address = it.init(), it.nccl.allocate(4096)
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            with pytest.raises(NcclError) as caught:
+                it.nccl.window(comm, address, 4096)
+            abort(it, comm)
+            it.nccl.call("ncclMemFree", address)
+            return caught.value.result
+
+    assert run_ranks(body, 2, expect_failures=True)[0].value == REMOTE_ERROR
+
+
 # ---- init
 
 

@@ -1,10 +1,12 @@
 """The stand-in for NCCL: does it notice each use of NCCL that a device would answer with a hang or with wrong data?"""
 
 import ctypes
+import os
 import threading
 
 import pytest
 import torch
+from commands import environment, run_python
 from fake_cuda.nccl import (
     IN_PROGRESS,
     INVALID_ARGUMENT,
@@ -136,6 +138,16 @@ def test_two_threads_at_once(alone, comm):
     thread.join()
     assert rule_of(only_misuse(alone)) == "two-threads"
     assert alone.control.drain()
+
+
+def test_a_communicator_of_the_process_that_this_one_was_forked_from(alone, comm):
+    def body(rank, world):
+        with pytest.raises(NcclError) as caught:
+            alone.nccl.state(comm)
+        (text,) = alone.misuses()
+        return caught.value.result, rule_of(text)
+
+    assert run_ranks(body, 1, init=False) == [(INVALID_ARGUMENT, "forked")]
 
 
 @pytest.mark.parametrize("end", ["ncclCommAbort", "ncclCommDestroy"])
@@ -391,6 +403,23 @@ def test_no_windows_anywhere():
     assert run_ranks(partly_registered, 2, "no_windows", 64) == [([], False)] * 2
 
 
+@pytest.mark.parametrize(
+    ("version", "shared_gpu", "found"), [(22703, False, False), (22809, False, True), (22809, True, False)]
+)
+def test_windows_between_hosts_and_on_a_shared_gpu(version, shared_gpu, found):
+    def body(rank, world):
+        os.environ["NCCL_HOSTID"] = f"host {rank}"
+        with on_device(rank, world, version=version, device=0 if shared_gpu else rank) as it:
+            comm, address = it.init(), it.nccl.allocate(4096)
+            window = it.nccl.window(comm, address, 4096)
+            it.nccl.call("ncclCommWindowDeregister", comm, window)
+            it.nccl.call("ncclCommDestroy", comm)
+            it.nccl.call("ncclMemFree", address)
+            return bool(window)
+
+    assert run_ranks(body, 2) == [found] * 2
+
+
 def test_windows_of_different_sizes():
     def body(rank, world):
         with on_device(rank, world) as it:
@@ -464,6 +493,27 @@ def test_what_does_not_block_is_launched_by_polling(alone, polled):
     assert alone.control.drain()
 
 
+def test_a_group_of_what_does_not_block_is_polled_as_one(alone, polled):
+    x, y = ones(alone), ones(alone)
+    alone.nccl.call("ncclGroupStart")
+    for tensor in (x, y):
+        arguments = tensor.data_ptr(), tensor.data_ptr(), 8, 7, 0, polled, alone.stream
+        assert alone.nccl.result("ncclAllReduce", *arguments) == IN_PROGRESS
+    launched = alone.nccl.library.fake_nccl_launched()
+    assert alone.nccl.result("ncclGroupEnd") == IN_PROGRESS
+    assert [alone.nccl.state(polled), alone.nccl.state(polled)] == [IN_PROGRESS, SUCCESS]
+    assert alone.nccl.library.fake_nccl_launched() == launched + 1
+    assert alone.control.drain()
+
+
+def test_it_may_take_more_polls(alone, polled):
+    alone.nccl.script("polls n=3")
+    x = ones(alone)
+    alone.nccl.result("ncclAllReduce", x.data_ptr(), x.data_ptr(), 8, 7, 0, polled, alone.stream)
+    assert [alone.nccl.state(polled) for _ in range(4)] == [IN_PROGRESS] * 3 + [SUCCESS]
+    assert alone.control.drain()
+
+
 def test_a_use_while_in_progress(alone, polled):
     x = ones(alone)
     arguments = x.data_ptr(), x.data_ptr(), 8, 7, 0, polled, alone.stream
@@ -475,10 +525,10 @@ def test_a_use_while_in_progress(alone, polled):
 # ---- several communicators on one device
 
 
-def two_communicators(rank, world, crossed, script, streams):
+def two_communicators(rank, world, crossed, script, streams, order="earliest"):
     """Each rank launches on both, the second one in the other order where crossed."""
     with on_device(rank, world, script=script) as it:
-        it.control.order("earliest")
+        it.control.order(order, seed=rank)
         comms = [it.init(), it.init()]
         tensors = [ones(it), ones(it)]
         order = [1, 0] if crossed and rank == 1 else [0, 1]
@@ -514,6 +564,21 @@ def test_one_launch_order_is_not_reported(script, streams):
     assert run_ranks(two_communicators, 2, False, script, streams) == [(True, set())] * 2
 
 
+@pytest.mark.parametrize("order", ["earliest", "latest", "random"])
+def test_the_implicit_launch_order_is_that_of_the_host_whatever_the_device_prefers(order, monkeypatch):
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    assert run_ranks(two_communicators, 2, False, "slots n=1", 2, order) == [(True, set())] * 2
+
+
+def test_without_it_the_device_may_begin_with_the_later_launch():
+    def body(rank, world):
+        return two_communicators(rank, world, False, "slots n=1", 2, ["earliest", "latest"][rank])
+
+    results = run_ranks(body, 2)
+    assert [complete for complete, _ in results] == [False, False]
+    assert any(rules == {"deadlock"} for _, rules in results)
+
+
 # ---- the script
 
 
@@ -521,6 +586,40 @@ def test_one_launch_order_is_not_reported(script, streams):
 def test_a_script_that_means_nothing_is_refused(alone, text):
     with pytest.raises(ValueError, match=r"unknown verb|does not take|whole number"):
         alone.nccl.script(text)
+
+
+PROGRAM = """
+import ctypes
+from fake_cuda.control import loaded
+from fake_cuda.nccl import Nccl, NcclError
+from fake_cuda.program import Program
+
+control = loaded()
+nccl = Nccl(control)
+with Program(control):
+    try:
+        print(nccl.init(nccl.unique_id(), 0, 1) != 0)
+    except NcclError as error:
+        print(error.result, error.text)
+print([report.text for report in control.errors()])
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "printed", "reported"),
+    [
+        ("init_error result=2 text=no route to host", "2 no route to host", "[]"),
+        ("dealy ms=3", "3 FAKE_NCCL_SCRIPT: unknown verb 'dealy'", "[script] FAKE_NCCL_SCRIPT: unknown verb 'dealy'"),
+        ("delay ms=3", "True", "[]"),
+    ],
+)
+def test_the_script_of_the_environment(tmp_path, text, printed, reported):
+    here = os.path.dirname(os.path.abspath(__file__))
+    env = environment([here], FAKE_NCCL_SCRIPT=text)
+    done = run_python("-c", PROGRAM, cwd=tmp_path, env=env)
+    first, second = done.stdout.splitlines()
+    assert first == printed
+    assert reported in second
 
 
 def test_a_rule_may_be_allowed(alone, comm):

@@ -133,10 +133,6 @@ void Engine::arm() {
     bucket.grads.assign(bucket.parameters.size(), {});
     bucket.producers.clear();
   }
-  if (!parts_.bucket_codec) return;
-  look_at_caller();
-  lead_caller();
-  if (check_finite_) parts_.bucket_codec->begin_check(caller_);
 }
 
 void Engine::mark_ready(int32_t parameter, const void* grad, DType grad_dtype) {
@@ -243,8 +239,7 @@ void Engine::complete(int32_t parameter, const void* grad, DType grad_dtype) {
 
 int32_t Engine::nonfinite_parameter() {
   if (!parts_.bucket_codec || !check_finite_) return nonfinite_parameter_;
-  look_at_caller();
-  const std::vector<int32_t> found = parts_.bucket_codec->read_check(caller_);
+  const std::vector<int32_t> found = parts_.bucket_codec->read_check(*parts_.stream);
   for (size_t i = 0; i < found.size(); ++i) {
     if (found[i] < 0) continue;
     const int32_t parameter = buckets_[i].parameters.at(static_cast<size_t>(found[i]));
@@ -400,10 +395,11 @@ const Verdict& Engine::finish(const HeaderWords& words) {
   parts_.control_stream->progress();
   if (parts_.stream->runs_by_itself()) {
     // The program's stream waits, and the ranks' hosts only for each other.
-    look_at_caller();
-    led_.clear();
+    if (check_finite_) parts_.bucket_codec->begin_check(*parts_.stream);
     last_reduced_ = parts_.stream->record();
-    lead_caller();
+    look_at_caller();
+    parts_.stream->lead(caller_, last_reduced_);
+    led_ = {caller_};
     note_reduced();
   } else {
     wait_for_buckets();

@@ -131,7 +131,7 @@ class Engine {
   // gradient on.
   void set_check_finite(bool check) { check_finite_ = check; }
   // The lowest parameter index with such an element in this iteration, on this rank; -1: none was found.
-  // With packs_buckets() that waits for the device.
+  // With packs_buckets() that waits for the device, finish() begins anew, and of a bucket only the first slot counts.
   int32_t nonfinite_parameter();
 
   // The gradient cannot go through its slot (a second gradient after packing, no slot, another dtype): asks all ranks

@@ -46,11 +46,11 @@ class BucketCodec {
   // grad[i] = to(slot[i]), as work of the stream's.
   virtual void unpack(size_t bucket, std::span<const GradPointer> grads, Stream& stream) = 0;
 
-  // Forgets what was found so far; as work of the caller's.
-  virtual void begin_check(Caller caller) = 0;
-  // The first slot with an element that is not finite, in each bucket, -1: none. As of what the caller packed until
-  // now: waits for it.
-  virtual std::vector<int32_t> read_check(Caller caller) = 0;
+  // Forgets what was found so far; as work of the stream's.
+  virtual void begin_check(Stream& stream) = 0;
+  // The first slot with an element that is not finite, in each bucket, -1: none. As of what was packed before the
+  // stream's work of now: waits for that.
+  virtual std::vector<int32_t> read_check(Stream& stream) = 0;
 };
 
 }  // namespace gpucomm

@@ -45,28 +45,32 @@ CommError failure_of(const CommunicatorOptions& options, Result result, const st
   return CommError(NcclError(*options.api, result, text.c_str(), comm).what() + advice(result));
 }
 
-// Ends a communicator, on a thread of its own, which may hang for ever: nothing of an owner's is touched.
-void end_in_background(const CommunicatorOptions& options, Comm comm, bool abort,
-                       std::shared_ptr<std::timed_mutex> inside, std::function<void()> done) {
-  std::thread([api = options.api, device = options.device, comm, abort, inside, done = std::move(done)] {
-    try {
-      const cuda::Current current(device->api(), device->context());
-      cuda::CaptureMode mode = cuda::kCaptureRelaxed;
-      device->api().thread_exchange_capture_mode(&mode);
-      // [Note: abort]
-      if (abort && api->comm_revoke) api->comm_revoke(comm, 0);
-      std::unique_lock<std::timed_mutex> lock(*inside, std::defer_lock);
-      if (!abort || api->comm_revoke) (void)lock.try_lock_for(kLongestEnd);
-      if (abort) {
-        api->comm_abort(comm);
-      } else {
-        api->comm_destroy(comm);
-      }
-    } catch (const CommError&) {
-      // The context is gone, and the communicator's memory with it.
+struct Ending {
+  std::shared_ptr<const Api> api;
+  std::shared_ptr<const cuda::GpuDevice> device;
+  std::shared_ptr<std::timed_mutex> inside;
+  Comm comm;
+  bool abort;
+};
+
+void end_now(const Ending& ending) {
+  try {
+    const cuda::Current current(ending.device->api(), ending.device->context());
+    cuda::CaptureMode mode = cuda::kCaptureRelaxed;
+    ending.device->api().thread_exchange_capture_mode(&mode);
+    // [Note: abort]
+    const bool revokes = ending.abort && ending.api->comm_revoke;
+    if (revokes) ending.api->comm_revoke(ending.comm, 0);
+    std::unique_lock<std::timed_mutex> lock(*ending.inside, std::defer_lock);
+    if (!ending.abort || revokes) (void)lock.try_lock_for(kLongestEnd);
+    if (ending.abort) {
+      ending.api->comm_abort(ending.comm);
+    } else {
+      ending.api->comm_destroy(ending.comm);
     }
-    done();
-  }).detach();
+  } catch (const CommError&) {
+    // The context is gone, and the communicator's memory with it.
+  }
 }
 
 }  // namespace
@@ -90,6 +94,7 @@ Communicator::~Communicator() {
   if (watcher_.joinable()) watcher_.join();
   // What is under way belongs to a program that let go of it: its peers may never come.
   end(!in_flight_.empty());
+  if (ending_) ending_->wait_for(kLongestEnd);
   try {
     const cuda::Current current(options_.device->api(), options_.device->context());
     for (cuda::EventHandle event : events_) options_.device->api().event_destroy(event);
@@ -98,66 +103,70 @@ Communicator::~Communicator() {
   }
 }
 
-// On a thread of its own, since it may never come back: what that thread uses is kept alive by it.
-void Communicator::initialise() {
-  struct Init {
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool done = false, given_up = false;
-    Comm comm = nullptr;
-    std::exception_ptr failure;
-  };
-  const auto init = std::make_shared<Init>();
-  std::thread([init, options = options_]() mutable {
-    Comm comm = nullptr;
-    std::exception_ptr failure;
-    try {
-      const cuda::Current current(options.device->api(), options.device->context());
-      options.config.comm_name = options.name.empty() ? nullptr : options.name.c_str();
-      Result result =
-          options.api->comm_init_rank_config(&comm, options.size, options.id, options.rank, &options.config);
-      while (result == kInProgress) {
-        std::this_thread::sleep_for(1ms);
-        check(*options.api, options.api->comm_get_async_error(comm, &result), "ncclCommGetAsyncError", comm);
-        const std::lock_guard lock(init->mutex);
-        if (init->given_up) break;
-      }
-      if (result != kSuccess) throw failure_of(options, result, "ncclCommInitRankConfig", comm);
-    } catch (...) {
-      failure = std::current_exception();
-    }
-    const std::lock_guard lock(init->mutex);
-    init->comm = comm;
-    init->failure = failure;
-    init->done = true;
-    init->changed.notify_all();
-    if (init->given_up && comm) options.api->comm_abort(comm);
-  }).detach();
+namespace {
 
+// Shared with the thread that initialises, which may never come back.
+struct Init {
+  std::mutex mutex;
+  bool given_up = false;
+  Comm comm = nullptr;
+  std::exception_ptr failure;
+
+  bool is_given_up() {
+    const std::lock_guard lock(mutex);
+    return given_up;
+  }
+};
+
+void init_now(CommunicatorOptions& options, const std::shared_ptr<Init>& init) {
+  Comm comm = nullptr;
+  std::exception_ptr failure;
+  try {
+    const cuda::Current current(options.device->api(), options.device->context());
+    options.config.comm_name = options.name.empty() ? nullptr : options.name.c_str();
+    Result result = options.api->comm_init_rank_config(&comm, options.size, options.id, options.rank, &options.config);
+    while (result == kInProgress && !init->is_given_up()) {
+      std::this_thread::sleep_for(1ms);
+      check(*options.api, options.api->comm_get_async_error(comm, &result), "ncclCommGetAsyncError", comm);
+    }
+    if (result != kSuccess) throw failure_of(options, result, "ncclCommInitRankConfig", comm);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  const std::lock_guard lock(init->mutex);
+  init->comm = comm;
+  init->failure = failure;
+  if (comm && (init->given_up || failure)) options.api->comm_abort(comm);
+}
+
+}  // namespace
+
+void Communicator::initialise() {
+  const auto init = std::make_shared<Init>();
+  const auto give_up = [&] {
+    const std::lock_guard lock(init->mutex);
+    init->given_up = true;
+  };
+  const auto thread = Background::start(options_, [init](CommunicatorOptions& options) { init_now(options, init); });
   const auto deadline = Clock::now() + seconds(options_.timeout_s);
-  std::unique_lock lock(init->mutex);
-  while (!init->done) {
+  Embedder* embedder = options_.embedder;
+  for (bool done = false; !done;) {
     if (Clock::now() >= deadline) {
-      init->given_up = true;
+      give_up();
       throw CommTimeout({}, options_.timeout_s,
                         "NCCL's initialisation (" + where(options_) +
                             "; check that every rank got here, and that NCCL_SOCKET_IFNAME names an interface by which "
                             "the hosts reach each other; NCCL_DEBUG=INFO says more)");
     }
-    lock.unlock();
-    if (options_.embedder) options_.embedder->before_blocking();
-    lock.lock();
-    init->changed.wait_for(lock, kBetweenInterrupts, [&] { return init->done; });
-    lock.unlock();
-    if (options_.embedder) options_.embedder->after_blocking();
+    if (embedder) embedder->before_blocking();
+    done = thread->wait_for(kBetweenInterrupts);
+    if (embedder) embedder->after_blocking();
     try {
-      if (options_.embedder) options_.embedder->check_interrupt();
+      if (embedder) embedder->check_interrupt();
     } catch (...) {
-      lock.lock();
-      init->given_up = true;
+      give_up();
       throw;
     }
-    lock.lock();
   }
   if (init->failure) std::rethrow_exception(init->failure);
   comm_ = init->comm;
@@ -227,26 +236,12 @@ void Communicator::fail(std::exception_ptr failure) noexcept {
 }
 
 void Communicator::end(bool abort) noexcept {
-  {
-    const std::lock_guard lock(mutex_);
-    if (ended_ || !comm_) return;
-    ended_ = true;
-  }
-  struct End {
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool done = false;
-  };
+  const std::lock_guard lock(mutex_);
+  if (ended_ || !comm_) return;
+  ended_ = true;
   try {
-    const auto ending = std::make_shared<End>();
-    end_in_background(options_, comm_, abort, inside_, [ending] {
-      const std::lock_guard lock(ending->mutex);
-      ending->done = true;
-      ending->changed.notify_all();
-    });
-    if (abort) return;  // whoever found the failure has better to do than wait for it
-    std::unique_lock lock(ending->mutex);
-    ending->changed.wait_for(lock, kLongestEnd, [&] { return ending->done; });
+    ending_ = Background::start(Ending{options_.api, options_.device, inside_, comm_, abort},
+                                [](const Ending& ending) { end_now(ending); });
   } catch (const std::system_error&) {
     // No thread is to be had: the communicator is leaked.
   }

@@ -18,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/background.h"
 #include "core/embedder.h"
 #include "cuda/device.h"
 #include "nccl/nccl_api.h"
@@ -83,6 +84,7 @@ class Communicator {
   std::exception_ptr failure_;
   std::atomic<bool> failed_{false};  // failure_ is set
   bool ended_ = false;               // aborted or destroyed, or on the way to it
+  std::shared_ptr<Background> ending_;
   bool closing_ = false;
   std::deque<InFlight> in_flight_;
   std::vector<cuda::EventHandle> events_;

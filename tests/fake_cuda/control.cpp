@@ -65,7 +65,7 @@ void fake_drive_when_idle(double seconds) { IdleDriver::start(seconds); }
 
 bool fake_drain(void) {
   Locked lock(queues().lock());
-  const bool is_complete = queues().drain("fake_drain");
+  const bool is_complete = queues().drain(nullptr, "fake_drain");
   memory().check_red_zones();
   return is_complete;
 }
@@ -81,6 +81,18 @@ bool fake_synchronize(CUstream_st* handle) {
   CUstream_st* stream = find_stream("fake_synchronize", handle);
   return stream && fake_op(handle, "synchronisation of the host", nullptr, 0) &&
          (queues().host_joins(stream->clock), true);
+}
+
+bool fake_order(CUstream_st* first_handle, CUstream_st* then_handle) {
+  Locked lock(queues().lock());
+  CUstream_st* first = find_stream("fake_order", first_handle);
+  CUstream_st* then = find_stream("fake_order", then_handle);
+  if (!first || !then) return false;
+  Work record, wait;
+  record.name = "record by the test";
+  wait.name = "wait by the test";
+  queues().enqueue(*then, std::move(wait), {queues().enqueue(*first, std::move(record))});
+  return true;
 }
 
 // ---- control.h: other accesses

@@ -38,6 +38,10 @@ FAKE_EXPORT bool fake_run_until(struct CUstream_st* stream);
  * value back. */
 FAKE_EXPORT bool fake_synchronize(struct CUstream_st* stream);
 
+/* What comes on `then` is after what is on `first`: an event record and a wait that belong to the test, and are no
+ * sites of the program's. */
+FAKE_EXPORT bool fake_order(struct CUstream_st* first, struct CUstream_st* then);
+
 /* ---- other accesses than those of launches and copies */
 
 /* What a torch op on this stream read and wrote, just now: work that is enqueued and complete at once. */

@@ -86,6 +86,7 @@ _TYPES = {
     "fake_drain": (ctypes.c_bool,),
     "fake_run_until": (ctypes.c_bool, _stream),
     "fake_synchronize": (ctypes.c_bool, _stream),
+    "fake_order": (ctypes.c_bool, _stream, _stream),
     "fake_op": (ctypes.c_bool, _stream, _text, ctypes.POINTER(Range), ctypes.c_size_t),
     "fake_access": (ctypes.c_bool, _stream, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_bool, _text),
     "fake_host_access": (ctypes.c_bool, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_bool, _text),
@@ -158,6 +159,10 @@ class Control:
         """The same, and the host is ordered after it."""
         return self.library.fake_synchronize(stream)
 
+    def wait_stream(self, then: int, first: int) -> bool:
+        """As torch's then.wait_stream(first). No ordering site of the program: mutations leave it alone."""
+        return self.library.fake_order(first, then)
+
     # ---- accesses
 
     def op(
@@ -209,6 +214,17 @@ class Control:
     def errors(self) -> list[Report]:
         """All reports but notes."""
         return self.reports(*KINDS[:-1])
+
+    def take_errors(self, kind: str) -> list[str]:
+        """The texts of what is wrong once everything has run: expected, so it is forgotten.
+
+        Something must be, and all of it of this kind.
+        """
+        self.drain()
+        errors = self.errors()
+        assert {error.kind for error in errors} == {kind}, errors
+        self.clear_reports()
+        return [error.text for error in errors]
 
     def clear_reports(self) -> None:
         self.library.fake_clear_reports()

@@ -54,9 +54,9 @@ Result enqueue(const Call& call, StreamHandle handle, std::function<void()> acti
 
 // Freeing waits for the whole device, and the host knows it then.
 void synchronise_for_free(const Call& call, const std::string& name) {
-  queues().drain(std::string(call.symbol()) + " of " + name);
+  queues().drain(&call.context(), std::string(call.symbol()) + " of " + name);
   for (const auto& stream : queues().streams().all()) {
-    if (stream->pending.empty()) queues().host_joins(stream->clock);
+    if (stream->pending.empty() && stream->context == &call.context()) queues().host_joins(stream->clock);
   }
 }
 

@@ -1,5 +1,6 @@
 # libfake_nccl_<version>.so, which tests put in the place of libnccl.so.2: the same code for every version, but the
-# functions that are younger than it are not exported. libfake_nccl.so is one of the versions that torch brings.
+# functions that are younger than it are not exported. libfake_nccl.so, which C++ tests link against to control it, is one
+# of the versions that torch brings.
 set(fake_nccl_versions 21805 21903 22105 22509 22703 22809 23007 23203)
 set(fake_nccl_usual 22809)
 
@@ -32,16 +33,19 @@ function(add_fake_nccl name version)
   set(script "${CMAKE_CURRENT_BINARY_DIR}/${name}.map")
   file(CONFIGURE OUTPUT "${script}" CONTENT "{ global: ${exported} local: *; };\n")
   add_library(${name} SHARED "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/fake_nccl_version.cpp")
-  target_include_directories(${name} PRIVATE "${CMAKE_CURRENT_FUNCTION_LIST_DIR}" "${csrc}")
+  target_include_directories(${name} PRIVATE "${CMAKE_CURRENT_FUNCTION_LIST_DIR}" "${csrc}"
+    INTERFACE "${CMAKE_CURRENT_FUNCTION_LIST_DIR}")
   target_compile_definitions(${name} PRIVATE FAKE_NCCL_VERSION=${version})
   target_link_libraries(${name} PRIVATE fake_nccl_code gpucomm_options fake_cuda)
-  # The loader knows NCCL by this name, whatever file it came from.
-  target_link_options(${name} PRIVATE -Wl,-z,defs "-Wl,--version-script=${script}" -Wl,-soname,libnccl.so.2)
-  set_target_properties(${name} PROPERTIES NO_SONAME ON LINK_DEPENDS "${script}" POSITION_INDEPENDENT_CODE ON
+  target_link_options(${name} PRIVATE -Wl,-z,defs "-Wl,--version-script=${script}")
+  set_target_properties(${name} PROPERTIES LINK_DEPENDS "${script}" POSITION_INDEPENDENT_CODE ON
     CXX_VISIBILITY_PRESET hidden BUILD_RPATH "$ORIGIN" BUILD_RPATH_USE_ORIGIN ON)
 endfunction()
 
 foreach(version IN LISTS fake_nccl_versions)
   add_fake_nccl(fake_nccl_${version} ${version})
+  # The loader knows NCCL by this name, whatever file it came from.
+  set_target_properties(fake_nccl_${version} PROPERTIES NO_SONAME ON)
+  target_link_options(fake_nccl_${version} PRIVATE -Wl,-soname,libnccl.so.2)
 endforeach()
 add_fake_nccl(fake_nccl ${fake_nccl_usual})

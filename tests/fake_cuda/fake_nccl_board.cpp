@@ -38,8 +38,8 @@ struct Held {
   std::map<uint64_t, int> descriptors;  // by uid
 };
 Held& held() {
-  static Held one;
-  return one;
+  static auto* const one = new Held;
+  return *one;
 }
 
 IdContent content_of(const UniqueId& id) {

@@ -1,5 +1,7 @@
 #include "fake_nccl_comm.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -11,9 +13,14 @@ namespace fake_nccl {
 namespace {
 
 std::vector<std::unique_ptr<ncclComm>>& registry() {
-  static std::vector<std::unique_ptr<ncclComm>> all;
-  return all;
+  static auto* const all = new std::vector<std::unique_ptr<ncclComm>>;  // threads may outlive what ends at exit
+  return *all;
 }
+
+int generation = 0;
+
+// Of this process, not of one that it was forked from.
+bool is_ours(const ncclComm& comm) { return comm.process == getpid(); }
 
 bool is_gone(Member& peer) {
   if (peer.departure.load() != kPresent || peer.async_error.load() != kSuccess) return true;
@@ -29,20 +36,28 @@ int64_t now_ms() {
 
 ncclComm* new_comm(const char* function, int rank, int size, const Options& options) {
   auto comm = std::make_unique<ncclComm>();
+  comm->process = getpid();
+  comm->generation = generation;
   comm->rank = rank;
   comm->size = size;
   comm->options = options;
   comm->context = bind_device(function, &comm->device);
-  comm->ordinal = static_cast<int>(
-      std::count_if(registry().begin(), registry().end(), [&](const auto& other) { return other->rank == rank; }));
+  comm->ordinal = static_cast<int>(std::count_if(registry().begin(), registry().end(), [&](const auto& other) {
+    return other->rank == rank && other->generation == generation && is_ours(*other);
+  }));
   registry().push_back(std::move(comm));
   return registry().back().get();
+}
+
+void forget_comms() {
+  for (ncclComm* comm : live_comms()) end_comm(comm, "fake_nccl_reset", kAborted);
+  ++generation;
 }
 
 std::vector<ncclComm*> live_comms() {
   std::vector<ncclComm*> live;
   for (const auto& comm : registry())
-    if (comm->stage != Stage::kFreed) live.push_back(comm.get());
+    if (comm->stage != Stage::kFreed && is_ours(*comm)) live.push_back(comm.get());
   return live;
 }
 
@@ -51,6 +66,10 @@ ncclComm* find_comm(const ncclComm* comm, const char* function) {
       std::find_if(registry().begin(), registry().end(), [&](const auto& other) { return other.get() == comm; });
   if (found == registry().end()) {
     misuse(function, "no-communicator", comm == nullptr ? "a null communicator" : "not a communicator");
+    return nullptr;
+  }
+  if (!is_ours(*comm)) {
+    misuse(function, "forked", comm->name() + " is of the process that this one was forked from");
     return nullptr;
   }
   if (comm->stage == Stage::kFreed) {

@@ -37,6 +37,8 @@ struct ncclWindow_vidmem {
 };
 
 struct ncclComm {
+  int process = 0;
+  int generation = 0;  // how often all were forgotten before
   int rank = 0;
   int size = 1;
   int ordinal = 0;  // among those of this rank in this process
@@ -74,7 +76,9 @@ namespace fake_nccl {
 
 // A new one in the registry, of the current device.
 ncclComm* new_comm(const char* function, int rank, int size, const Options& options);
-// Those not freed.
+// Ends all, and counts anew.
+void forget_comms();
+// Those of this process that were not freed.
 std::vector<ncclComm*> live_comms();
 // This process is behind no communicator that was used after its end: null and reported where it is.
 ncclComm* find_comm(const ncclComm* comm, const char* function);

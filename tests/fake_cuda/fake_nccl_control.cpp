@@ -4,10 +4,18 @@
 #include <string>
 
 #include "fake_nccl_launch.h"
+#include "fake_nccl_windows.h"
 
 using fake_nccl::DeviceLock;
 
 extern "C" {
+
+void fake_nccl_reset(void) {
+  const DeviceLock lock;
+  fake_nccl::forget_comms();
+  fake_nccl::forget_memory();
+  fake_nccl::replace_script({});
+}
 
 const char* fake_nccl_script(const char* text) {
   static std::string fault;

@@ -32,6 +32,10 @@ extern "C" {
 
 #define FAKE_NCCL_EXPORT __attribute__((visibility("default")))
 
+/* As freshly loaded, but for the environment's script: communicators are gone, memory of ncclMemAlloc is unknown. To be
+ * called with fake_reset. */
+FAKE_NCCL_EXPORT void fake_nccl_reset(void);
+
 /* Replaces the script. Null, or what is wrong with the text (valid until the next call); then nothing has changed. */
 FAKE_NCCL_EXPORT const char* fake_nccl_script(const char* text);
 

@@ -64,8 +64,8 @@ bool same_placements(const std::vector<Descriptor>& a, const std::vector<Descrip
 }  // namespace
 
 LaunchCounts& launch_counts() {
-  static LaunchCounts counts;
-  return counts;
+  static auto* const counts = new LaunchCounts;
+  return *counts;
 }
 
 Launch::Launch(ncclComm* comm, std::vector<Operation> operations, cuda::StreamHandle stream, const char* function)
@@ -81,7 +81,7 @@ Launch::Launch(ncclComm* comm, std::vector<Operation> operations, cuda::StreamHa
     place(*comm_, operation, &descriptors_.back());
   }
   comm_->launches.push_back(this);
-  ++launch_counts().launched;
+  sequence_ = launch_counts().launched++;
 }
 
 Launch::~Launch() {
@@ -152,7 +152,7 @@ bool Launch::step() {
 
 // The launches of one communicator run one after the other, on whatever streams they are.
 bool Launch::is_turn() {
-  if (comm_->launches.front() != this) return false;
+  if (comm_->launches.front() != this || !is_next(*this)) return false;
   if (turn_ms_ < 0) turn_ms_ = now_ms();
   return true;
 }

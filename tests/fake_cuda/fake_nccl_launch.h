@@ -22,6 +22,7 @@ class Launch {
 
   ncclComm& comm() const { return *comm_; }
   uint64_t number() const { return number_; }
+  uint64_t sequence() const { return sequence_; }  // among the launches of this process
   cuda::StreamHandle stream() const { return stream_; }
   const char* function() const { return function_; }
   bool is_published() const { return published_; }
@@ -56,6 +57,7 @@ class Launch {
   cuda::StreamHandle stream_;
   const char* function_;
   uint64_t number_;
+  uint64_t sequence_ = 0;
   int64_t turn_ms_ = -1;
   int64_t steps_ = 0;
   bool has_place_ = false;

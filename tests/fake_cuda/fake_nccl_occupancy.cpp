@@ -1,6 +1,7 @@
 #include "fake_nccl_occupancy.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <string>
 
 #include "fake_nccl_launch.h"
@@ -8,9 +9,11 @@
 namespace fake_nccl {
 namespace {
 
+constexpr int kImplicitOrderVersion = 22600;
+
 std::vector<Launch*>& running() {
-  static std::vector<Launch*> launches;
-  return launches;
+  static auto* const launches = new std::vector<Launch*>;
+  return *launches;
 }
 
 bool is_full(int device) {
@@ -60,6 +63,15 @@ void compare_orders(const char* function, const ncclComm& comm, uint64_t number,
                  std::to_string(its.launched) + " of them: the order must be one on all ranks");
     }
   }
+}
+
+bool is_next(const Launch& launch) {
+  const char* implicit = std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+  if (kLibraryVersion < kImplicitOrderVersion || implicit == nullptr || std::string(implicit) != "1") return true;
+  const std::vector<ncclComm*> others = beside(launch.comm());
+  return std::none_of(others.begin(), others.end(), [&](const ncclComm* other) {
+    return !other->launches.empty() && other->launches.front()->sequence() < launch.sequence();
+  });
 }
 
 bool take_place(Launch* launch) {

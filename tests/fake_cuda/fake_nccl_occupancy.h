@@ -25,6 +25,9 @@ std::vector<Before> launched_before(const ncclComm& comm);
 void compare_orders(const char* function, const ncclComm& comm, uint64_t number, const std::vector<Before>& ours,
                     int peer, const std::vector<Before>& theirs);
 
+// False while NCCL_LAUNCH_ORDER_IMPLICIT makes the launch wait for those that the host made earlier on the device.
+bool is_next(const Launch& launch);
+
 // Takes a place on the device for the launch. False where there is none.
 bool take_place(Launch* launch);
 void leave_place(Launch* launch);

@@ -7,8 +7,8 @@ namespace {
 
 // One for the process, as in NCCL. The text lives until the next error.
 std::string& kept() {
-  static std::string text;
-  return text;
+  static auto* const text = new std::string;
+  return *text;
 }
 
 }  // namespace

@@ -82,8 +82,8 @@ struct InForce {
 };
 
 InForce& in_force() {
-  static InForce one;
-  return one;
+  static auto* const one = new InForce;
+  return *one;
 }
 
 }  // namespace

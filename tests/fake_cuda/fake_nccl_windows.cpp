@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <map>
 
 #include "fake_nccl_device.h"
@@ -10,6 +11,8 @@
 namespace fake_nccl {
 namespace {
 
+constexpr int kWindowsOverHostsVersion = 22800;
+
 struct Allocation {
   size_t bytes;
   bool takes_windows;  // made of memory that can be mapped by peers
@@ -17,8 +20,8 @@ struct Allocation {
 
 // What ncclMemAlloc gave and ncclMemFree has not taken back.
 std::map<const std::byte*, Allocation>& allocations() {
-  static std::map<const std::byte*, Allocation> all;
-  return all;
+  static auto* const all = new std::map<const std::byte*, Allocation>;
+  return *all;
 }
 
 bool overlap(const Registered& a, const Registered& b) {
@@ -65,9 +68,24 @@ bool is_registered(const ncclComm& comm, const void* address, size_t bytes) {
                      [&](const auto& entry) { return contains(*entry.second, address, bytes); });
 }
 
+// Symmetric memory is not for ranks that share a GPU, and in 2.27 not for those of several hosts.
+bool are_windows_possible(ncclComm* comm) {
+  for (int rank = 0; rank < comm->size; ++rank) {
+    const Member& one = comm->board->member(rank);
+    for (int other = 0; other < rank; ++other) {
+      const Member& two = comm->board->member(other);
+      // NCCL_HOSTID makes hosts of ranks that share one, so two with the same GPU are not told apart from that.
+      if (std::strcmp(one.bus_id, two.bus_id) == 0) return false;
+      if (one.host_hash != two.host_hash && kLibraryVersion < kWindowsOverHostsVersion) return false;
+    }
+  }
+  return true;
+}
+
 // After all ranks have come: those that cannot have the window get none, without an error.
 Result finish_window(ncclComm* comm, const Registered& memory, uint64_t number, Window* window) {
-  if (!can_be_window(memory) || script().find("no_windows", comm->subject()) != nullptr) {
+  if (!can_be_window(memory) || !are_windows_possible(comm) ||
+      script().find("no_windows", comm->subject()) != nullptr) {
     *window = nullptr;
     return kSuccess;
   }
@@ -112,6 +130,8 @@ Result free_memory(const char* function, void* address) {
   allocations().erase(found);
   return free_device_memory(address) ? kSuccess : failure(kUnhandledCudaError, "Cuda failure of cuMemFree");
 }
+
+void forget_memory() { allocations().clear(); }
 
 Result prepare_window(ncclComm* comm, const char* function, void* address, size_t bytes, Window* window, int flags,
                       Poll* poll) {

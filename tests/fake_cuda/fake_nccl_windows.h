@@ -9,6 +9,7 @@
 namespace fake_nccl {
 
 Result allocate_memory(const char* function, void** address, size_t bytes);
+void forget_memory();
 Result free_memory(const char* function, void* address);
 
 // Ready to be asked once the ranks meet. The window is null, with success, where it cannot be had.

@@ -23,7 +23,7 @@ std::pair<uintptr_t, uintptr_t> own_image() {
     uintptr_t end = 0;
   };
   static const Search found = [] {
-    Search search{reinterpret_cast<uintptr_t>(&own_image), 0, 0};
+    Search own{reinterpret_cast<uintptr_t>(&own_image), 0, 0};
     dl_iterate_phdr(
         [](dl_phdr_info* image, size_t, void* to) {
           auto& search = *static_cast<Search*>(to);
@@ -39,8 +39,8 @@ std::pair<uintptr_t, uintptr_t> own_image() {
           search.end = end;
           return 1;
         },
-        &search);
-    return search;
+        &own);
+    return own;
   }();
   return {found.begin, found.end};
 }

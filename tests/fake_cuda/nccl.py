@@ -116,6 +116,10 @@ class Nccl:
     def result(self, symbol: str, *arguments: object) -> int:
         return getattr(self.library, symbol)(*arguments)
 
+    def reset(self) -> None:
+        """As freshly loaded; to be called with Control.reset."""
+        self.library.fake_nccl_reset()
+
     def script(self, text: str) -> None:
         """See fake_nccl_control.h; replaces the one before."""
         fault = self.library.fake_nccl_script(text.encode())
@@ -244,6 +248,7 @@ def on_device(
     control.machine(device_count=world)
     control.deadline(15)
     nccl = Nccl(control, version)
+    nccl.reset()
     nccl.script(script)
     with Program(control, rank if device is None else device) as program:
         yield Rank(program, nccl, rank, world)

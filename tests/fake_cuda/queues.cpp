@@ -213,19 +213,22 @@ bool Queues::run_before(const std::vector<CUstream_st*>& streams, const std::str
                &chosen, what);
 }
 
-bool Queues::drain(const std::string& what) {
-  return drive(
-      [&] {
-        return std::all_of(streams_.all().begin(), streams_.all().end(),
-                           [](const auto& stream) { return stream->pending.empty(); });
-      },
-      nullptr, what);
+bool Queues::drain(const CUctx_st* context, const std::string& what) {
+  auto is_over = [&] {
+    return std::all_of(streams_.all().begin(), streams_.all().end(), [&](const auto& stream) {
+      return stream->pending.empty() || (context && stream->context != context);
+    });
+  };
+  return drive(is_over, nullptr, what);
 }
 
 void Queues::run_some() {
   if (running_) return;
   blocked_.clear();
-  for (unsigned steps = random(4); steps > 0; --steps) {
+  // Mostly a few, now and then about as many as there are: whoever polls may be far ahead of the device, or behind it.
+  size_t pending = 0;
+  for (const auto& stream : streams_.all()) pending += stream->pending.size();
+  for (unsigned steps = random(random(2) ? 4 : static_cast<unsigned>(pending) + 2); steps > 0; --steps) {
     if (step_one(nullptr) != Progress::kSome) return;
   }
 }

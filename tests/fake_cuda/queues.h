@@ -34,7 +34,8 @@ class Queues {
   bool run_until(const WorkPtr& work, const std::string& what);
   // All that work enqueued on these now would wait for.
   bool run_before(const std::vector<CUstream_st*>& streams, const std::string& what);
-  bool drain(const std::string& what);
+  // All of a context; null: of all contexts.
+  bool drain(const CUctx_st* context, const std::string& what);
   // All that can run without waiting, if nothing has driven since `since`.
   void run_if_idle(std::chrono::steady_clock::time_point since);
   // A few steps, as many as the adversary likes.

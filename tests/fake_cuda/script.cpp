@@ -16,10 +16,13 @@ std::string Sites::caller_of(const char* function) const {
   dladdr(reinterpret_cast<const void*>(&script), &own);
   std::string text = function;
   const void* library = nullptr;
+  bool is_ours = false;  // a sanitizer may come first, where it stands between us and backtrace()
   int depth = 0;
   for (int i = 0; i < count && depth < depth_; ++i) {
     Dl_info frame{};
-    if (!dladdr(frames[i], &frame) || frame.dli_fbase == own.dli_fbase) continue;
+    if (!dladdr(frames[i], &frame)) continue;
+    is_ours |= frame.dli_fbase == own.dli_fbase;
+    if (!is_ours || frame.dli_fbase == own.dli_fbase) continue;
     if (library && frame.dli_fbase != library) break;
     const char* name = std::strrchr(frame.dli_fname, '/');
     const auto offset = static_cast<const char*>(frames[i]) - static_cast<const char*>(frame.dli_fbase);

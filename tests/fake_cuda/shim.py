@@ -5,7 +5,8 @@ the program forgot to order may still be outstanding, in values as well as in th
 recorded from the op's schema: mutated arguments and fresh results are written, other tensors are read, views are no
 access. A storage is allocated on the stream that is current at its first sight; its end is a write on that stream.
 
-Backward of CPU tensors runs in the thread that called it, so the mode sees all of it.
+Backward of CPU tensors runs in the thread that called it, so the mode sees all of it; on which stream each of its ops
+runs is decided as on CUDA (autograd_streams.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from fake_cuda.autograd_streams import AutogradStreams
 from fake_cuda.control import Control
 from fake_cuda.program import Program
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +35,10 @@ _READ_BACK = {
     "aten::unique_consecutive",
     "aten::_unique2",
 }
+
+
+def _reads_shapes_alone(name: str) -> bool:
+    return name.endswith("_like") or name.startswith("aten::new_")
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -52,7 +58,7 @@ def _is_memory(value: Any) -> bool:
 
 
 class CudaShim(TorchDispatchMode):
-    """Within it, and in this thread. `current` is the thread's current stream, 0 (the legacy stream) at first."""
+    """Within it, and in this thread. The current stream is 0, the legacy one, at first."""
 
     def __init__(self, control: Control, device: int = 0) -> None:
         super().__init__()
@@ -83,17 +89,38 @@ class CudaShim(TorchDispatchMode):
 
     @property
     def current(self) -> int:
-        return getattr(self._thread, "current", 0)
+        """In backward and its hooks, that of the node that runs, unless stream() has set another within it."""
+        if self._chosen_in() is not torch._C._current_autograd_node():
+            node_stream = self._autograd().current()
+            if node_stream is not None:
+                return node_stream
+        return self._chosen()
 
     @contextmanager
     def stream(self, handle: int) -> Iterator[None]:
         """The current stream of this thread within, as torch.cuda.stream sets it."""
-        before = self.current
-        self._thread.current = handle
+        before = self._chosen(), self._chosen_in()
+        self._choose(handle, torch._C._current_autograd_node())
         try:
             yield
         finally:
-            self._thread.current = before
+            self._choose(*before)
+
+    def _chosen(self) -> int:
+        return getattr(self._thread, "chosen", 0)
+
+    def _chosen_in(self) -> Any:
+        """The node of autograd that ran when the stream was chosen."""
+        return getattr(self._thread, "chosen_in", None)
+
+    def _choose(self, handle: int, node: Any) -> None:
+        self._thread.chosen, self._thread.chosen_in = handle, node
+        self._autograd().switch(handle)
+
+    def _autograd(self) -> AutogradStreams:
+        if not hasattr(self._thread, "autograd"):
+            self._thread.autograd = AutogradStreams(self.control.wait_stream)
+        return self._thread.autograd
 
     def synchronize(self) -> None:
         """The host waits for the current stream."""
@@ -109,7 +136,10 @@ class CudaShim(TorchDispatchMode):
 
     def record_stream(self, tensor: torch.Tensor, handle: int) -> None:
         """As torch.Tensor.record_stream: the memory is given back only after what that stream holds by then."""
-        known = self._storages.get(tensor.untyped_storage().data_ptr())
+        self._use(tensor.untyped_storage().data_ptr(), handle)
+
+    def _use(self, address: int, handle: int) -> None:
+        known = self._storages.get(address)
         if known is not None:
             known[1].add(handle)
 
@@ -130,7 +160,8 @@ class CudaShim(TorchDispatchMode):
             self._storages[address] = end, set()
 
     def _end(self, address: int, stream: int) -> None:
-        with self._lock:
+        # On whatever thread lets go of the memory last: one of a process group's, say, without a context of its own.
+        with self._lock, self.program.current():
             _, used = self._storages.pop(address)
             self.control.unregister(address, stream, used)
 
@@ -147,8 +178,13 @@ class CudaShim(TorchDispatchMode):
         given = {tensor.untyped_storage().data_ptr() for tensor in reads + writes}
         self.adopt(*reads, *writes, name="tensor")
         name = func._schema.name
+        current = self.current
+        in_backward = torch._C._current_autograd_node() is not None
+        if in_backward:
+            for address in self._autograd().before_op(current, self._chosen(), given):
+                self._use(address, current)
         if given:
-            self.control.run_until(self.current)
+            self.control.run_until(current)
         results = func(*args, **kwargs)
         fresh = [
             tensor
@@ -160,8 +196,10 @@ class CudaShim(TorchDispatchMode):
         is_view = not fresh and not writes and name not in _READ_BACK and any(map(_is_memory, tree_leaves(results)))
         if not is_view and (given or fresh):
             written = {_range(tensor) for tensor in writes + fresh}
-            read = {_range(tensor) for tensor in reads} - written
-            self.control.op(self.current, name, read, written)
+            read = set() if _reads_shapes_alone(name) else {_range(tensor) for tensor in reads} - written
+            self.control.op(current, name, read, written)
+        if in_backward:
+            self._autograd().after_op(current, {tensor.untyped_storage().data_ptr() for tensor in writes + fresh})
         if name in _READ_BACK:
             self.synchronize()
         return results
