@@ -13,13 +13,13 @@ _USAGE = re.compile(r"\s*Function (\w+):\s*\n\s*(REG:.*)")
 
 
 def cuobjdump() -> Path:
-    """The toolkit's (with nvdisasm, which it calls, beside it), else that of Triton's wheel; skips without either."""
+    """The toolkit's (with nvdisasm, which it calls, beside it), else a wheel's, Triton's too; skips without any."""
     toolkit = vendor.toolkit()
     found = [toolkit / "bin/cuobjdump"] if toolkit else []
-    found += [wheel.file("bin/cuobjdump") for wheel in vendor.wheels("triton")]
+    found += [wheel.file("bin/cuobjdump") for wheel in vendor.wheels("nvidia-cuda-cuobjdump", "triton")]
     tools = [tool for tool in found if tool.exists() and (tool.parent / "nvdisasm").exists()]
     if not tools:
-        vendor.missing("a disassembler (cuobjdump and nvdisasm of a CUDA toolkit or of Triton's wheel)")
+        vendor.missing("a disassembler (cuobjdump and nvdisasm)")
     return tools[0]
 
 

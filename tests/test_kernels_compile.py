@@ -39,12 +39,20 @@ def library_of(nvrtc):
     return str(nvrtc.file("lib/libnvrtc.so." + nvrtc.version.split(".")[0]))
 
 
-def nvcc_cubin(arch, folder):
+def find_nvcc():
+    """The toolkit's, else the wheel's; skips without either."""
     toolkit = vendor.toolkit()
-    if toolkit is None or not (toolkit / "bin/nvcc").exists():
-        vendor.no_toolkit("nvcc")
+    found = [toolkit / "bin/nvcc"] if toolkit else []
+    found += [wheel.file("bin/nvcc") for wheel in vendor.wheels("nvidia-cuda-nvcc")]
+    compilers = [nvcc for nvcc in found if nvcc.exists()]
+    if not compilers:
+        vendor.missing("nvcc")
+    return compilers[0]
+
+
+def nvcc_cubin(arch, folder):
     cubin = folder / "codec.cubin"
-    command = [toolkit / "bin/nvcc", "-std=c++17", "-cubin", f"-arch=sm_{arch}", "-Xptxas=-v", "-Werror=all-warnings"]
+    command = [find_nvcc(), "-std=c++17", "-cubin", f"-arch=sm_{arch}", "-Xptxas=-v", "-Werror=all-warnings"]
     ran = subprocess.run([*command, "-o", str(cubin), str(CODEC)], capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stderr
     return cubin, ran.stderr

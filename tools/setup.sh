@@ -72,7 +72,7 @@ install_nvidia() {
 install_package() {
   install_extra build
   install_extra run
-  want=$(find csrc -type f | LC_ALL=C sort | xargs cat CMakeLists.txt pyproject.toml gpucomm/version.py | sha256sum | cut -d' ' -f1)
+  want=$(find csrc cmake -type f | LC_ALL=C sort | xargs cat CMakeLists.txt pyproject.toml gpucomm/version.py | sha256sum | cut -d' ' -f1)
   is_current package "$want" && return
   check_compiler
   echo "building gpucomm: compiling takes about a minute, without output" >&2

@@ -426,9 +426,9 @@ template <class T>
 __device__ __forceinline__ void squared_norm(const FlatArgs& args) {
   using Wide = typename T::Wide;
   const Share share = share_of_block(args.numel);
-  const auto* in = global<const typename T::Storage>(args.data) + share.begin;
+  auto* at = global<typename T::Storage>(args.data) + share.begin;
   Squares<T> squares;
-  convert<T, T, false>(static_cast<typename T::Storage*>(nullptr), in, share.numel, Wide{1}, squares);
+  convert<T, T, false>(at, at, share.numel, Wide{1}, squares);
   const Wide sum = block_sum(squares.squares);
   if (threadIdx.x == 0) global<float>(args.partials)[blockIdx.x] = static_cast<float>(sum);
 }

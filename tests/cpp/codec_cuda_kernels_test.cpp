@@ -371,7 +371,9 @@ TEST(CodecCudaKernelsTest, TheNormOfFlatMemoryIsThatInFloat64ForAnyNumberOfBlock
           args.result = &result;
           run(Kernel::kSumPartials, dtype, args, 1);
           const double expected = 2.0 + squares(memory.values(), 1.0);
-          EXPECT_NEAR(result / expected, 1.0, 1e-4) << name_of(dtype) << " numel " << numel << " blocks " << blocks;
+          // Unaligned, the one thread adds up to 20,011 squares one after the other.
+          EXPECT_NEAR(result / expected, 1.0, numel > 1000 ? 3e-4 : 1e-5)
+              << name_of(dtype) << " numel " << numel << " blocks " << blocks;
         }
       }
     }
