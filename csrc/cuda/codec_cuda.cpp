@@ -17,7 +17,7 @@ constexpr int kNone = 0x7f7f7f7f;
 
 }  // namespace
 
-Kernels::~Kernels() {
+CudaKernels::~CudaKernels() {
   try {
     const Current current(device_->api(), device_->context());
     device_->api().module_unload(module_);
@@ -26,7 +26,7 @@ Kernels::~Kernels() {
   }
 }
 
-Function Kernels::function(const std::string& name) {
+Function CudaKernels::function(const std::string& name) {
   Function& found = functions_[name];
   if (!found) {
     const Current current(device_->api(), device_->context());
@@ -36,8 +36,22 @@ Function Kernels::function(const std::string& name) {
   return found;
 }
 
-CudaCodec::CudaCodec(std::shared_ptr<Kernels> kernels, std::shared_ptr<CudaStream> stream, Embedder* embedder)
-    : kernels_(std::move(kernels)), device_(kernels_->device()), stream_(std::move(stream)), embedder_(embedder) {}
+void CudaKernels::scale(void* memory, DType dtype, size_t numel, double factor, StreamHandle stream) {
+  if (numel == 0) return;
+  codec::FlatArgs args{};
+  args.data = memory;
+  args.numel = numel;
+  args.scale = factor;
+  void* arguments[] = {&args};
+  const Function kernel = function(kernel_name(Kernel::kScale, dtype));
+  const Current current(device_->api(), device_->context());
+  device_->check(device_->api().launch_kernel(kernel, codec::flat_blocks(numel), 1, 1, kThreads, 1, 1, 0, stream,
+                                              arguments, nullptr),
+                 "cuLaunchKernel");
+}
+
+CudaCodec::CudaCodec(std::shared_ptr<CudaKernels> kernels, std::shared_ptr<CudaStream> stream)
+    : kernels_(std::move(kernels)), device_(kernels_->device()), stream_(std::move(stream)) {}
 
 void CudaCodec::set_plan(const std::vector<BucketLayout>& layouts) {
   std::vector<codec::Piece> pieces;

@@ -15,6 +15,7 @@ GpuDevice::GpuDevice(std::shared_ptr<const Api> api, int ordinal) : api_(std::mo
   char name[256] = "", bus[32] = "";
   cuda::check(*api_, api_->device_get_name(name, sizeof name, handle_), "cuDeviceGetName");
   cuda::check(*api_, api_->device_get_pci_bus_id(bus, sizeof bus, handle_), "cuDeviceGetPCIBusId");
+  pci_bus_id_ = bus;
   text_ = std::string(name) + " (cuda:" + std::to_string(ordinal) + ", " + bus + ")";
   const auto attribute = [&](DeviceAttribute which) {
     int value = 0;

@@ -66,7 +66,7 @@ struct Rank {
         main(device, nullptr),
         side(device, nullptr),
         codec(std::make_shared<cuda::CudaCodec>(
-            std::make_shared<cuda::Kernels>(device, cuda::load_kernels(*device, {}, &origin)), stream, nullptr)) {
+            std::make_shared<cuda::CudaKernels>(device, cuda::load_kernels(*device, {}, &origin)), stream)) {
     NcclOptions options;
     options.timeout_s = timeout_s;
     options.nccl = nccl::load({.path = FAKE_NCCL_LIBRARY, .wheel_path = ""});

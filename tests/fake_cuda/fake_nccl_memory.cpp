@@ -5,8 +5,6 @@
 namespace fake_nccl {
 namespace {
 
-using Change = Result (*)(ncclComm* comm, const char* function, void* handle);
-
 // A local call on a communicator, which may have failed or been revoked.
 template <class Call>
 Result locally(const char* function, const ncclComm* given, const Call& call) {
