@@ -1,4 +1,4 @@
-// What tests and other stand-ins call: control.h and fake_stream.h.
+// What tests call: control.h.
 #include "control.h"
 
 #include "accesses.h"
@@ -8,32 +8,9 @@
 
 using namespace fake;
 
-namespace {
-
-using Locked = std::lock_guard<std::recursive_mutex>;
-
-bool misused(const char* function, const std::string& text) {
-  reports().add(Kind::kMisuse, std::string(function) + ": " + text);
-  return false;
-}
-
-// Null, and reported: there is no such stream.
-CUstream_st* find_stream(const char* function, CUstream_st* handle) {
-  CUstream_st* stream = stream_of(handle);
-  if (!stream) misused(function, handle ? "not a stream" : "no context is current on this thread");
-  return stream;
-}
-
-CUctx_st* current_context() {
-  const auto& contexts = thread_state().contexts;
-  return contexts.empty() ? nullptr : contexts.back();
-}
-
-}  // namespace
-
 extern "C" {
 
-// ---- control.h: the run
+// ---- the run
 
 void fake_reset(void) {
   IdleDriver::start(0);
@@ -95,7 +72,7 @@ bool fake_order(CUstream_st* first_handle, CUstream_st* then_handle) {
   return true;
 }
 
-// ---- control.h: other accesses
+// ---- other accesses
 
 bool fake_op(CUstream_st* handle, const char* name, const FakeRange* ranges, size_t count) {
   Locked lock(queues().lock());
@@ -182,7 +159,7 @@ bool fake_unregister(const void* address, CUstream_st* handle, CUstream_st* cons
   return is_complete;
 }
 
-// ---- control.h: reports
+// ---- reports
 
 size_t fake_report_count(void) {
   Locked lock(queues().lock());
@@ -227,7 +204,7 @@ void fake_check_leaks(void) {
   }
 }
 
-// ---- control.h: scripts
+// ---- scripts
 
 void fake_set_device_count(int count) {
   Locked lock(queues().lock());
@@ -289,7 +266,7 @@ void fake_mutate(int site) {
   script().sites.mutate(site);
 }
 
-// ---- control.h: capture
+// ---- capture
 
 bool fake_begin_capture(CUstream_st* handle, int mode) {
   Locked lock(queues().lock());
@@ -327,7 +304,7 @@ bool fake_end_capture(CUstream_st* handle) {
   return is_whole;
 }
 
-// ---- control.h: names
+// ---- names
 
 void fake_name_stream(CUstream_st* handle, const char* name) {
   Locked lock(queues().lock());
@@ -342,77 +319,6 @@ void fake_name_memory(const void* address, const char* name) {
   } else {
     misused("fake_name_memory", std::string(name) + " is not live memory");
   }
-}
-
-// ---- fake_stream.h
-
-int fake_enqueue(CUstream_st* handle, const FakeTask* task) {
-  Call call("fake_enqueue", Needs::kContext);
-  CUstream_st* stream = call.is_refused() ? nullptr : call.stream(handle);
-  if (!stream) {
-    if (task->drop) task->drop(task->self);
-    return call.is_refused() ? call.result() : kInvalidHandle;
-  }
-  Work work;
-  work.name = task->name;
-  work.ranges.assign(task->ranges, task->ranges + task->range_count);
-  work.step = [step = task->step, self = task->self](Work&) { return step(self); };
-  if (task->drop) work.drop = [drop = task->drop, self = task->self] { drop(self); };
-  queues().enqueue(*stream, std::move(work));
-  return kSuccess;
-}
-
-int fake_current_device(void) {
-  Locked lock(queues().lock());
-  const CUctx_st* context = current_context();
-  return context ? context->device : -1;
-}
-
-bool fake_find_allocation(const void* address, FakeAllocation* found) {
-  Locked lock(queues().lock());
-  const Allocation* allocation = memory().holding(reinterpret_cast<uintptr_t>(address));
-  if (!allocation) return false;
-  found->base = reinterpret_cast<const void*>(allocation->base);
-  found->bytes = allocation->bytes;
-  found->name = driver().names.insert(allocation->name).first->c_str();
-  found->device = allocation->is_host() || !allocation->context ? -1 : allocation->context->device;
-  found->is_host = allocation->is_host();
-  return true;
-}
-
-void* fake_allocate(size_t bytes, size_t alignment, const char* name) {
-  Locked lock(queues().lock());
-  CUctx_st* context = current_context();
-  if (!context || bytes == 0) return nullptr;
-  if (memory().live_bytes(context) + bytes > script().machine.memory_bytes) return nullptr;
-  const Allocation& made =
-      memory().allocate(bytes, alignment ? alignment : 512, Place::kDevice, context, name ? name : "");
-  accesses().forget(made.base, bytes);
-  return reinterpret_cast<void*>(made.base);
-}
-
-void fake_lock(void) { queues().lock().lock(); }
-void fake_unlock(void) { queues().lock().unlock(); }
-
-void fake_misuse(const char* text) {
-  Locked lock(queues().lock());
-  reports().add(Kind::kMisuse, text);
-}
-
-int fake_enter(const char* function) {
-  Locked lock(queues().lock());
-  return script().calls.enter(function);
-}
-
-int fake_capture_status(CUstream_st* handle) {
-  Locked lock(queues().lock());
-  const CUstream_st* stream = find_stream("fake_capture_status", handle);
-  return !stream || !stream->capture ? kCaptureNone : stream->capture_broken ? kCaptureInvalidated : kCaptureActive;
-}
-
-unsigned fake_random(unsigned bound) {
-  Locked lock(queues().lock());
-  return queues().random(bound);
 }
 
 }  // extern "C"

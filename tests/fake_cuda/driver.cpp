@@ -32,6 +32,22 @@ CUstream_st* stream_of(StreamHandle handle) {
   return queues().streams().knows(handle) ? handle : nullptr;
 }
 
+bool misused(const char* function, const std::string& text) {
+  reports().add(Kind::kMisuse, std::string(function) + ": " + text);
+  return false;
+}
+
+CUstream_st* find_stream(const char* function, CUstream_st* handle) {
+  CUstream_st* stream = stream_of(handle);
+  if (!stream) misused(function, handle ? "not a stream" : "no context is current on this thread");
+  return stream;
+}
+
+CUctx_st* current_context() {
+  const auto& contexts = thread_state().contexts;
+  return contexts.empty() ? nullptr : contexts.back();
+}
+
 Call::Call(const char* symbol, Needs needs) : lock_(queues().lock()), symbol_(symbol) {
   result_ = script().calls.enter(symbol);
   if (is_refused()) return;

@@ -91,4 +91,10 @@ CUstream_st& legacy_stream(CUctx_st& context);
 // are freed on any thread).
 CUstream_st* stream_of(StreamHandle handle);
 
+// For the functions that tests and other stand-ins call.
+using Locked = std::lock_guard<std::recursive_mutex>;
+bool misused(const char* function, const std::string& text);          // reports it, and is false
+CUstream_st* find_stream(const char* function, StreamHandle handle);  // null, and reported: there is no such stream
+CUctx_st* current_context();                                          // of this thread, null: none
+
 }  // namespace fake
