@@ -1,4 +1,4 @@
-"""Collectives on arrays in host memory, for programs that want more than a wrapped model."""
+"""Collectives on arrays in host memory and on GPUs, for programs that want more than a wrapped model."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -6,9 +6,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from gpucomm import _core
+from gpucomm import _core, cuda
+from gpucomm.gpus import Gpus, connect
 from gpucomm.transport import Transport, flat_tensor
-from gpucomm.world import World, withdrawing
+from gpucomm.world import Exchange, World, withdrawing
 
 _DTYPES = (
     torch.float16,
@@ -24,8 +25,11 @@ _DTYPES = (
 class Communicator(_core.CommunicatorBase):
     """Collectives among the ranks of a process group. Construction is collective.
 
-    `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast` and `barrier` take contiguous arrays in host memory:
-    torch, NumPy, anything with DLPack; float16, bfloat16, float32, float64, int32, int64, uint8 (complex as pairs).
+    `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast` and `barrier` take contiguous arrays: in host memory of
+    torch, NumPy, anything with DLPack; with transport "nccl" also on the GPU that the program has chosen, of torch,
+    CuPy, anything with DLPack or `__cuda_array_interface__`. Of those the operation is ordered with the program's
+    current stream, as torch's are, and the host does not wait. Dtypes are float16, bfloat16, float32, float64, int32,
+    int64, uint8 (complex as pairs).
     Every rank calls the same ones in the same order, from one thread at a time. With `async_op=True` they return a
     handle with `wait()` and `done()`; the arrays belong to the operation until then.
 
@@ -34,8 +38,9 @@ class Communicator(_core.CommunicatorBase):
 
     Args:
         group: a torch.distributed process group; the default group if None.
-        transport: "auto" (shared memory if every rank has it, else the group itself), "shm", "c10d", "loopback" (this
-            process stands for all ranks), or a Transport.
+        transport: "auto" (shared memory if every rank has it, else the group itself), "shm", "c10d", "nccl" (for arrays
+            on GPUs, beside "auto" for those of the host), "loopback" (this process stands for all ranks), or a
+            Transport.
         timeout: timedelta or seconds after which a wait raises CommTimeout naming the missing ranks; default: the
             group's.
 
@@ -53,20 +58,28 @@ class Communicator(_core.CommunicatorBase):
     ) -> None:
         with withdrawing(group):
             world = World.of(group, timeout, transport)
-        self._join(world.connect(world.meet()), _core.InlineStream())
+        exchange = world.meet()
+        gpus = gpus_of(world, exchange)
+        self._join(world.connect(exchange), _core.InlineStream(), gpus)
 
-    def _join(self, transport: _core.Transport, stream: _core.Stream) -> None:
+    def _join(self, transport: _core.Transport, stream: _core.Stream, gpus: "Gpus | None" = None) -> None:
         super().__init__(transport, stream)
+        self._gpus = gpus
+        if gpus is not None:
+            self._attach_gpu(gpus.transport, gpus.stream, gpus.current_stream, cuda.gpu.asks_driver)
         self._transport: _core.Transport | None = transport
         self.rank: int = transport.rank
         self.world_size: int = transport.size
-        self.transport: str = transport.name()
+        self.transport: str = transport.name() if gpus is None else gpus.transport.name()
 
     @classmethod
-    def over(cls, transport: _core.Transport, stream: _core.Stream) -> "Communicator":
-        """One that shares a transport and its stream with somebody else: their operations come in one order."""
+    def over(cls, transport: _core.Transport, stream: _core.Stream, gpus: "Gpus | None" = None) -> "Communicator":
+        """One that shares a transport and its stream with somebody else: their operations come in one order.
+
+        gpus: for arrays on them, in the same way.
+        """
         communicator = cls.__new__(cls)
-        communicator._join(transport, stream)
+        communicator._join(transport, stream, gpus)
         return communicator
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -82,27 +95,33 @@ class Communicator(_core.CommunicatorBase):
         return flat_tensor(memory, dtype, size.numel()).view(size)
 
     def all_gather_bytes(self, mine: bytes) -> list[bytes]:
-        """Byte strings of any length from all ranks, in rank order. Two collectives."""
+        """Byte strings of any length from all ranks, in rank order. Two collectives, between the hosts."""
+        with cuda.gpu.host():
+            return self._gather_bytes(mine)
+
+    def _gather_bytes(self, mine: bytes) -> list[bytes]:
         source = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
         return [bytes(row.tolist()) for row in self.all_gather_uneven(source)]
 
     def all_gather_uneven(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """One-dimensional tensors of one dtype and any length from all ranks, in rank order. Two collectives."""
-        lengths = torch.empty(self.world_size, dtype=torch.int64)
-        self.all_gather(lengths, torch.tensor([len(mine)]))
-        longest = int(lengths.max())
+        with cuda.gpu.host():
+            lengths = torch.empty(self.world_size, dtype=torch.int64)
+            self.all_gather(lengths, torch.tensor([len(mine)]))
+            by_rank = lengths.tolist()
+        longest = max(by_rank)
         if longest == 0:
             return [mine] * self.world_size
-        padded = torch.zeros(longest, dtype=mine.dtype)
+        padded = mine.new_zeros(longest)
         padded[: len(mine)] = mine
-        everything = torch.empty(self.world_size * longest, dtype=mine.dtype)
+        everything = mine.new_empty(self.world_size * longest)
         self.all_gather(everything, padded)
         rows = everything.view(self.world_size, longest)
-        return [row[: int(length)].clone() for row, length in zip(rows, lengths, strict=True)]
+        return [row[:length].clone() for row, length in zip(rows, by_rank, strict=True)]
 
     def close(self) -> None:
         """Lets go of the transport; a peer that still waits for this rank gets PeerFailed. Idempotent."""
-        self._transport = None
+        self._transport = self._gpus = None
         self._release()
 
     def __enter__(self) -> "Communicator":
@@ -110,3 +129,11 @@ class Communicator(_core.CommunicatorBase):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def gpus_of(world: World, exchange: Exchange) -> Gpus | None:
+    """The GPU that the program has chosen, connected with its peers' by NCCL, if that was asked for; collective."""
+    if world.transport != "nccl":
+        return None
+    ordinal = cuda.gpu.current_device()
+    return connect(world, exchange, -1 if ordinal is None else ordinal)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from gpucomm import _core
+from gpucomm import _core, cuda
 from gpucomm.errors import CommError, CommTimeout, PeerFailed, dead_since
 
 # How often a wait looks at the clock and lets signals through.
@@ -360,7 +360,9 @@ def tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def flat_tensor(memory: _core.Memory, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """A flat tensor over a transport's memory, which lives as long as the tensor does."""
+    """A flat tensor over a transport's memory, of the host or a GPU, which lives as long as the tensor does."""
+    if memory.device >= 0:
+        return cuda.gpu.tensor_over(memory, dtype, numel)
     if numel == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=numel)

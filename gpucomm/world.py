@@ -21,7 +21,7 @@ from gpucomm.transport import C10dTransport, Transport
 from gpucomm.version import __version__
 
 NONFINITE = ("pass", "raise", "skip")
-TRANSPORTS = ("auto", "shm", "c10d", "loopback")
+TRANSPORTS = ("auto", "shm", "c10d", "loopback", "nccl")
 WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # All-gather of byte strings, in rank order. Slow (through the rendezvous store): for construction only.
@@ -80,6 +80,17 @@ def _library(variable: str) -> str:
     if not os.path.isfile(path):
         raise ValueError(f"{variable} is {path!r}, accepted is the path of a file, or a name that the loader finds")
     return os.path.abspath(path)
+
+
+def kernel_cache_folder() -> str:
+    """Where kernels that were compiled at run time are kept, as the XDG base directories have it."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(cache, "gpucomm", "kernels")
+
+
+def shares_gpus() -> bool:
+    """Whether NCCL was told that several ranks use one GPU: from 2.30 on, or by giving each rank a host of its own."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" or bool(os.environ.get("NCCL_HOSTID"))
 
 
 def environment_values(names: Iterable[str]) -> dict[str, str]:
@@ -192,17 +203,17 @@ class World:
         return gather
 
     def connect(self, exchange: Exchange) -> _core.Transport:
-        """The transport that was asked for; collective.
+        """The transport that was asked for, for host memory; collective. With "nccl", what goes beside it.
 
         Raises TransportUnavailable, on every rank, for one that cannot be had. "auto" takes shared memory if every rank
         of the group has it, else the process group itself.
         """
         if isinstance(self.transport, _core.Transport):
             return self.transport
-        if self.transport == "loopback" or (self.transport == "auto" and self.size == 1):
+        if self.transport == "loopback" or (self.transport in ("auto", "nccl") and self.size == 1):
             return _core.LoopbackTransport(self.size)
         if self.transport == "c10d":
-            return C10dTransport(self.group, self.timeout_s)
+            return C10dTransport(self._host_group(), self.timeout_s)
         try:
             return _core.ShmTransport(
                 rank=self.rank,
@@ -214,7 +225,16 @@ class World:
         except TransportUnavailable:
             if self.transport == "shm":
                 raise
-            return C10dTransport(self.group, self.timeout_s)
+            return C10dTransport(self._host_group(), self.timeout_s)
+
+    def _host_group(self) -> dist.ProcessGroup:
+        """The group, or one of the same ranks over gloo if it takes tensors of GPUs only; collective then."""
+        if torch.device("cpu") in self.group._device_types:
+            return self.group
+        timeout = timedelta(seconds=self.timeout_s)
+        made = dist.new_group(self.global_ranks, timeout, backend="gloo", use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup)
+        return made
 
 
 @contextmanager

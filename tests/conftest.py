@@ -45,3 +45,14 @@ def fake_cuda():
     errors = control.errors()
     control.reset()
     assert not errors
+
+
+def pytest_configure(config):
+    """GPUCOMM_TEST_DEVICE=fake_cuda: every rank's tensors are on a GPU, the stand-in (`make test-fake-gpu`)."""
+    if os.environ.get("GPUCOMM_TEST_DEVICE") == "fake_cuda":
+        import ranks
+        from fake_cuda.control import loaded
+        from fake_cuda.ranks import on_gpu_whatever_transport
+
+        loaded()
+        ranks.around = on_gpu_whatever_transport

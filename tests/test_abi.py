@@ -68,7 +68,7 @@ def complaints(source, headers, ours=CSRC):
     """The compiler's errors about a source of tests/abi; ours: comes before csrc/, file by file."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        vendor.missing("a C++ compiler")
+        pytest.skip("a C++ compiler is not here")
     folders = [f"-I{folder}" for folder in (ours, CSRC, ABI)] + [f"-isystem{folder}" for folder in headers.folders]
     ran = subprocess.run(
         [compiler, "-std=c++20", "-fsyntax-only", *folders, str(ABI / source)],

@@ -1,4 +1,4 @@
-"""Loading the CUDA driver and NCCL, from NVIDIA's wheels too: the real NCCL runs here, without a GPU.
+"""Loading the CUDA driver, NCCL and NVRTC, the last two from NVIDIA's wheels too: they run without a GPU.
 
 A process keeps the first library that it loads, so each test has one of its own. tests/cpp/libraries_test.cpp has the
 errors that no wheel can show.
@@ -232,3 +232,68 @@ print(json.dumps([text, sorted(set(loaded))]))
     assert os.path.realpath(one) in text
     assert other in text
     assert loaded == [os.path.realpath(one)], "the second one was loaded all the same"
+
+
+# ---- the compiler of the wheels
+
+
+def nvrtc_wheel(toolkit):
+    name = {"cu12": "nvidia-cuda-nvrtc-cu12", "cu13": "nvidia-cuda-nvrtc"}[toolkit]
+    found = vendor.wheels(name)
+    if not found:
+        vendor.missing(f"the wheel {name}")
+    return found[-1]
+
+
+def libnvrtc(toolkit):
+    return str(nvrtc_wheel(toolkit).file(f"lib/libnvrtc.so.{toolkit.removeprefix('cu')}"))
+
+
+@nvidia
+@each_toolkit
+def test_the_wheels_compiler_is_found_and_its_builtins_are_loaded_with_it(toolkit, tmp_path):
+    wheel = nvrtc_wheel(toolkit)
+    code = f"""
+sys.path.insert(0, {str(wheel.folder)!r})
+{FIND}found = _core.nvrtc_load(wheel_paths=libraries.nvrtc_wheels())
+builtins = sorted({{line.split()[-1] for line in open("/proc/self/maps") if "nvrtc-builtins" in line}})
+print(json.dumps([found, builtins]))
+"""
+    found, builtins = outcome(code, tmp_path)
+    major, minor = wheel.version.split(".")[:2]
+    assert found["path"] == os.path.realpath(libnvrtc(toolkit))
+    assert found["version"] == 1000 * int(major) + 10 * int(minor)
+    assert {80, 90, 100} <= set(found["archs"])
+    assert builtins == [os.path.join(os.path.dirname(found["path"]), f"libnvrtc-builtins.so.{major}.{minor}")]
+
+
+@nvidia
+@pytest.mark.parametrize(
+    ("asked", "taken"),
+    [
+        ({}, "cu13"),
+        ({"driver_version": 13000}, "cu13"),
+        ({"driver_version": 12040}, "cu12"),  # a driver of CUDA 12 takes no image of CUDA 13
+        ({"arch": 89}, "cu13"),
+        ({"arch": 70}, "cu12"),  # CUDA 13 knows nothing before sm_75
+    ],
+    ids=str,
+)
+def test_the_compiler_is_one_whose_images_driver_and_device_accept(asked, taken, tmp_path):
+    paths = [libnvrtc("cu13"), libnvrtc("cu12")]
+    code = f"print(json.dumps(_core.nvrtc_load(wheel_paths={paths}, **{asked})))"
+    assert outcome(code, tmp_path)["path"] == os.path.realpath(libnvrtc(taken))
+
+
+@nvidia
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [({"driver_version": 12090}, "the driver serves only 12.9"), ({"arch": 70}, "does not know the device's sm_70")],
+    ids=str,
+)
+def test_an_explicit_compiler_that_will_not_do_is_refused(asked, text, tmp_path):
+    path = libnvrtc("cu13")
+    code = f"print(json.dumps(raised(TransportUnavailable, lambda: _core.nvrtc_load({path!r}, **{asked}))))"
+    said = outcome(code, tmp_path)
+    assert text in said
+    assert said.count(path) == 1, "each complaint once"

@@ -2,7 +2,7 @@
 
 Looked for in a CUDA toolkit (CUDA_HOME, else /usr/local/cuda), in wheels beside the running Python's packages, in
 build/nvidia/cu12 and cu13, which `make test-nvidia` fills, and in the folders that GPUCOMM_TEST_WHEELS names. None of
-it needs a GPU. What is missing skips its test; with GPUCOMM_TEST_NVIDIA=required it fails it.
+it needs a GPU. What is missing skips its test; with GPUCOMM_TEST_NVIDIA=required it fails it, a toolkit excepted.
 """
 
 import os
@@ -70,6 +70,11 @@ def toolkit() -> Path | None:
     """The CUDA toolkit's folder, None if there is none."""
     folder = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
     return folder if (folder / "include/cuda.h").exists() else None
+
+
+def no_toolkit(what: str) -> NoReturn:
+    """Skips the test, for want of what only a toolkit has."""
+    pytest.skip(f"{what} is not here; it comes with a CUDA toolkit (CUDA_HOME, /usr/local/cuda)")
 
 
 def missing(what: str) -> NoReturn:

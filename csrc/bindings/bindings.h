@@ -8,6 +8,7 @@ namespace gpucomm {
 void bind_memory_and_transports(pybind11::module_& module);
 void bind_cuda(pybind11::module_& module);
 void bind_cuda_kernels(pybind11::module_& module);
+void bind_gpu(pybind11::module_& module);
 void bind_communicator(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
 void bind_kernels(pybind11::module_& module);

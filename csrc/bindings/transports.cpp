@@ -4,8 +4,10 @@
 #include <optional>
 
 #include "bindings/bindings.h"
+#include "bindings/dlpack.h"
 #include "bindings/embedder.h"
 #include "bindings/errors.h"
+#include "bindings/names.h"
 #include "transport/transport.h"
 #include "transport/transport_loopback.h"
 #include "transport/transport_shm.h"
@@ -127,6 +129,7 @@ class PythonTransport : public Transport {
 };
 
 py::buffer_info memory_buffer(Memory& memory) {
+  if (memory.device >= 0) throw py::buffer_error("memory of a GPU: see dlpack()");
   return py::buffer_info(memory.address, 1, py::format_descriptor<uint8_t>::format(),
                          static_cast<py::ssize_t>(memory.bytes));
 }
@@ -136,7 +139,45 @@ Memory slice(const Memory& memory, size_t offset, size_t bytes) {
     throw py::value_error("slice of " + std::to_string(bytes) + " bytes at " + std::to_string(offset) + " in " +
                           std::to_string(memory.bytes));
   }
-  return {memory.owner, static_cast<std::byte*>(memory.address) + offset, bytes};
+  return {memory.owner, static_cast<std::byte*>(memory.address) + offset, bytes, memory.device};
+}
+
+// What a DLPack capsule of ours owns.
+struct ExportedMemory {
+  dlpack::ManagedTensor tensor;
+  Memory memory;
+  int64_t shape[1];
+};
+
+dlpack::DataType dlpack_type(DType dtype) {
+  const auto bits = static_cast<uint8_t>(8 * size_of(dtype));
+  if (dtype == DType::kBFloat16) return {dlpack::kBFloat, bits, 1};
+  if (dtype == DType::kUInt8) return {dlpack::kUInt, bits, 1};
+  return {is_floating(dtype) ? dlpack::kFloat : dlpack::kInt, bits, 1};
+}
+
+// A capsule for torch.from_dlpack: a flat array over the memory, which lives as long as the last array over it.
+// device_type, device_id: as DLPack counts them.
+py::object export_memory(const Memory& memory, const std::string& dtype_name, size_t numel, int32_t device_type,
+                         int32_t device_id) {
+  const DType dtype = dtype_named(dtype_name);
+  if (numel * size_of(dtype) > memory.bytes) throw py::value_error("dlpack: more elements than the memory holds");
+  auto exported = std::make_unique<ExportedMemory>(ExportedMemory{{}, memory, {static_cast<int64_t>(numel)}});
+  exported->tensor.tensor = {
+      memory.address, {device_type, device_id}, 1, dlpack_type(dtype), exported->shape, nullptr, 0};
+  exported->tensor.manager_context = exported.get();
+  exported->tensor.deleter = [](dlpack::ManagedTensor* self) {
+    delete static_cast<ExportedMemory*>(self->manager_context);
+  };
+  PyObject* capsule = PyCapsule_New(&exported->tensor, "dltensor", [](PyObject* dying) {
+    // Renamed by who took it over.
+    if (!PyCapsule_IsValid(dying, "dltensor")) return;
+    auto* tensor = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(dying, "dltensor"));
+    tensor->deleter(tensor);
+  });
+  if (!capsule) throw py::error_already_set();
+  exported.release();
+  return py::reinterpret_steal<py::object>(capsule);
 }
 
 uintptr_t as_integer(const void* address) { return reinterpret_cast<uintptr_t>(address); }
@@ -165,7 +206,10 @@ void bind_memory_and_transports(py::module_& module) {
       .def_buffer(&memory_buffer)
       .def("slice", &slice, py::arg("offset"), py::arg("nbytes"), "A part of it; the whole lives as long as any part.")
       .def_property_readonly("address", [](const Memory& m) { return as_integer(m.address); })
-      .def_property_readonly("nbytes", [](const Memory& m) { return m.bytes; });
+      .def_property_readonly("nbytes", [](const Memory& m) { return m.bytes; })
+      .def_readonly("device", &Memory::device, "the ordinal of the GPU whose memory it is, -1: the host's")
+      .def("dlpack", &export_memory, py::arg("dtype"), py::arg("numel"), py::arg("device_type"), py::arg("device_id"),
+           "A DLPack capsule: a flat array over the memory, which lives as long as an array over it does.");
 
   py::class_<Collective>(module, "Collective")
       .def_property_readonly("kind", [](const Collective& c) { return std::string(name_of(c.kind)); })

@@ -17,7 +17,7 @@ constexpr int kNone = 0x7f7f7f7f;
 
 }  // namespace
 
-Kernels::~Kernels() {
+CudaKernels::~CudaKernels() {
   try {
     const Current current(device_->api(), device_->context());
     device_->api().module_unload(module_);
@@ -26,7 +26,7 @@ Kernels::~Kernels() {
   }
 }
 
-Function Kernels::function(const std::string& name) {
+Function CudaKernels::function(const std::string& name) {
   Function& found = functions_[name];
   if (!found) {
     const Current current(device_->api(), device_->context());
@@ -36,8 +36,22 @@ Function Kernels::function(const std::string& name) {
   return found;
 }
 
-CudaCodec::CudaCodec(std::shared_ptr<Kernels> kernels, std::shared_ptr<CudaStream> stream, Embedder* embedder)
-    : kernels_(std::move(kernels)), device_(kernels_->device()), stream_(std::move(stream)), embedder_(embedder) {}
+void CudaKernels::scale(void* memory, DType dtype, size_t numel, double factor, StreamHandle stream) {
+  if (numel == 0) return;
+  codec::FlatArgs args{};
+  args.data = memory;
+  args.numel = numel;
+  args.scale = factor;
+  void* arguments[] = {&args};
+  const Function kernel = function(kernel_name(Kernel::kScale, dtype));
+  const Current current(device_->api(), device_->context());
+  device_->check(device_->api().launch_kernel(kernel, codec::flat_blocks(numel), 1, 1, kThreads, 1, 1, 0, stream,
+                                              arguments, nullptr),
+                 "cuLaunchKernel");
+}
+
+CudaCodec::CudaCodec(std::shared_ptr<CudaKernels> kernels, std::shared_ptr<CudaStream> stream)
+    : kernels_(std::move(kernels)), device_(kernels_->device()), stream_(std::move(stream)) {}
 
 void CudaCodec::set_plan(const std::vector<BucketLayout>& layouts) {
   std::vector<codec::Piece> pieces;
@@ -56,6 +70,7 @@ void CudaCodec::set_plan(const std::vector<BucketLayout>& layouts) {
   const Current current(device_->api(), device_->context());
   pieces_ = std::make_unique<DeviceMemory>(device_, pieces.size() * sizeof(codec::Piece));
   found_ = std::make_unique<DeviceMemory>(device_, buckets_.size() * sizeof(int));
+  read_ = std::make_unique<PinnedMemory>(device_, found_->bytes());
   const Api& api = device_->api();
   device_->check(
       api.memcpy_htod_async(pieces_->address(), pieces.data(), pieces.size() * sizeof(codec::Piece), stream_->handle()),
@@ -119,11 +134,11 @@ void CudaCodec::begin_check(Stream& stream) {
 
 std::vector<int32_t> CudaCodec::read_check(Stream& stream) {
   const Current current(device_->api(), device_->context());
-  std::vector<int32_t> found(buckets_.size());
-  device_->check(device_->api().memcpy_dtoh_async(found.data(), found_->address(), found_->bytes(),
+  device_->check(device_->api().memcpy_dtoh_async(read_->as<int>(), found_->address(), found_->bytes(),
                                                   static_cast<CudaStream&>(stream).handle()),
                  "cuMemcpyDtoHAsync");
   stream.synchronize(stream.record());
+  std::vector<int32_t> found(read_->as<int>(), read_->as<int>() + buckets_.size());
   for (int32_t& slot : found) slot = slot == kNone ? -1 : slot;
   return found;
 }

@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "core/embedder.h"
 #include "cuda/codec_args.h"
 #include "cuda/device.h"
 #include "cuda/stream_cuda.h"
@@ -16,17 +15,20 @@
 namespace gpucomm::cuda {
 
 // The kernels of codec.cu, loaded into a device.
-class Kernels {
+class CudaKernels {
  public:
   // Takes the module over, which load_kernels() gives.
-  Kernels(std::shared_ptr<const GpuDevice> device, Module module) : device_(std::move(device)), module_(module) {}
-  ~Kernels();
-  Kernels(const Kernels&) = delete;
-  Kernels& operator=(const Kernels&) = delete;
+  CudaKernels(std::shared_ptr<const GpuDevice> device, Module module) : device_(std::move(device)), module_(module) {}
+  ~CudaKernels();
+  CudaKernels(const CudaKernels&) = delete;
+  CudaKernels& operator=(const CudaKernels&) = delete;
 
   // Throws CudaError for a name that the module does not have.
   Function function(const std::string& name);
   const std::shared_ptr<const GpuDevice>& device() const { return device_; }
+
+  // memory[i] *= factor, as work of the stream. Floating types only.
+  void scale(void* memory, DType dtype, size_t numel, double factor, StreamHandle stream);
 
  private:
   std::shared_ptr<const GpuDevice> device_;
@@ -36,8 +38,8 @@ class Kernels {
 
 class CudaCodec final : public BucketCodec {
  public:
-  // stream: for uploads; embedder: lets signals end a wait.
-  CudaCodec(std::shared_ptr<Kernels> kernels, std::shared_ptr<CudaStream> stream, Embedder* embedder);
+  // stream: for uploads.
+  CudaCodec(std::shared_ptr<CudaKernels> kernels, std::shared_ptr<CudaStream> stream);
 
   void set_plan(const std::vector<BucketLayout>& buckets) override;
   void move_bucket(size_t bucket, void* address) override { buckets_.at(bucket).layout.address = address; }
@@ -56,13 +58,13 @@ class CudaCodec final : public BucketCodec {
                   StreamHandle stream);
   Function kernel(What what, DType grad, DType slot);
 
-  std::shared_ptr<Kernels> kernels_;
+  std::shared_ptr<CudaKernels> kernels_;
   std::shared_ptr<const GpuDevice> device_;
   std::shared_ptr<CudaStream> stream_;
-  Embedder* embedder_;
   std::vector<Planned> buckets_;
   std::unique_ptr<DeviceMemory> pieces_;  // codec::Piece, of all buckets
   std::unique_ptr<DeviceMemory> found_;   // int, by bucket: the first slot that is not finite
+  std::unique_ptr<PinnedMemory> read_;    // the same on the host
   Function functions_[2][kDTypeCount][kDTypeCount] = {};
 };
 

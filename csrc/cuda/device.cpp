@@ -15,6 +15,7 @@ GpuDevice::GpuDevice(std::shared_ptr<const Api> api, int ordinal) : api_(std::mo
   char name[256] = "", bus[32] = "";
   cuda::check(*api_, api_->device_get_name(name, sizeof name, handle_), "cuDeviceGetName");
   cuda::check(*api_, api_->device_get_pci_bus_id(bus, sizeof bus, handle_), "cuDeviceGetPCIBusId");
+  pci_bus_id_ = bus;
   text_ = std::string(name) + " (cuda:" + std::to_string(ordinal) + ", " + bus + ")";
   const auto attribute = [&](DeviceAttribute which) {
     int value = 0;
@@ -55,6 +56,20 @@ DeviceMemory::~DeviceMemory() {
   try {
     const Current current(device_->api(), device_->context());
     device_->api().mem_free(address_);
+  } catch (const CudaError&) {
+    // The context is gone, and the memory with it.
+  }
+}
+
+PinnedMemory::PinnedMemory(std::shared_ptr<const GpuDevice> device, size_t bytes) : device_(std::move(device)) {
+  const Current current(device_->api(), device_->context());
+  device_->check(device_->api().mem_host_alloc(&address_, bytes ? bytes : 1, 0), "cuMemHostAlloc");
+}
+
+PinnedMemory::~PinnedMemory() {
+  try {
+    const Current current(device_->api(), device_->context());
+    device_->api().mem_free_host(address_);
   } catch (const CudaError&) {
     // The context is gone, and the memory with it.
   }

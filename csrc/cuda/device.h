@@ -21,6 +21,7 @@ class GpuDevice {
   Context context() const { return context_; }
   // "NVIDIA H200 (cuda:0, 0000:18:00.0)", for messages.
   const std::string& text() const { return text_; }
+  const std::string& pci_bus_id() const { return pci_bus_id_; }
   int compute_capability() const { return compute_capability_; }  // 90 is 9.0
   int multiprocessors() const { return multiprocessors_; }
 
@@ -37,6 +38,7 @@ class GpuDevice {
   Context context_ = nullptr;
   int compute_capability_ = 0;
   int multiprocessors_ = 0;
+  std::string pci_bus_id_;
   std::string text_;
 };
 
@@ -59,6 +61,24 @@ class DeviceMemory {
   std::shared_ptr<const GpuDevice> device_;
   DeviceAddress address_ = 0;
   size_t bytes_;
+};
+
+// Pinned memory of the host: a copy between it and a device does not wait.
+class PinnedMemory {
+ public:
+  PinnedMemory(std::shared_ptr<const GpuDevice> device, size_t bytes);
+  ~PinnedMemory();
+  PinnedMemory(const PinnedMemory&) = delete;
+  PinnedMemory& operator=(const PinnedMemory&) = delete;
+
+  template <typename T>
+  T* as() const {
+    return static_cast<T*>(address_);
+  }
+
+ private:
+  std::shared_ptr<const GpuDevice> device_;
+  void* address_ = nullptr;
 };
 
 }  // namespace gpucomm::cuda

@@ -22,6 +22,7 @@ struct Memory {
   std::shared_ptr<void> owner;
   void* address = nullptr;
   size_t bytes = 0;
+  int device = -1;  // the ordinal of the GPU whose memory it is, -1: the host's
 };
 
 // One collective, as every rank calls it. Memory named here stays untouched by the caller until the task completes.

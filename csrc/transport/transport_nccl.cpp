@@ -89,7 +89,7 @@ Memory NcclTransport::allocate(size_t bytes) {
   device->check(api.memset_d8_async(reinterpret_cast<cuda::DeviceAddress>(owner.get()), 0, bytes, stream.handle()),
                 "cuMemsetD8Async");
   stream.synchronize(stream.record());
-  return {owner, owner.get(), bytes};
+  return {owner, owner.get(), bytes, device->ordinal()};
 }
 
 void NcclTransport::start(const Collective& collective, Stream& stream) {

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from gpucomm import _core
+from gpucomm import _core, cuda
 from gpucomm.ddp.mixed_precision import check_precision, wire_of
 from gpucomm.reduction.layout.buckets import MIB, BucketPlan
 from gpucomm.reduction.layout.wire import Wire, check_wire_dtype, narrow_wire
@@ -167,13 +167,22 @@ def check_parameters(params: Sequence[torch.nn.Parameter], delayed: Sequence[tor
 
 
 def check_devices(params: Sequence[torch.nn.Parameter], device_ids: Any, output_device: Any) -> None:
-    """device_ids, output_device: none are accepted for modules on the CPU, the only ones that are served."""
+    """device_ids, output_device: none are accepted for modules on the CPU, the module's own for one on a GPU.
+
+    Raises NotImplementedError for other devices.
+    """
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(f"device_ids can only be None or contain a single element, it is {device_ids}")
     devices = {p.device for p in params}
-    if (kind := next(iter(devices)).type) != "cpu":
-        raise NotImplementedError(f"parameters on {kind} devices are not served yet, only those on the CPU")
-    if device_ids or output_device:
+    device = next(iter(devices))
+    on_gpu = cuda.gpu.serves(device)
+    if device.type != "cpu" and not on_gpu:
+        raise NotImplementedError(
+            f"parameters on {device.type} devices are not served, only those on the CPU and on GPUs"
+        )
+    if on_gpu and len(devices) > 1:
+        raise NotImplementedError(f"a module on several GPUs ({sorted(map(str, devices))}) is not served, only on one")
+    if (device_ids or output_device is not None) and not on_gpu:
         raise ValueError(
             "device_ids and output_device arguments only work with modules on one GPU, but got device_ids "
             f"{device_ids}, output_device {output_device}, and module parameters on {devices}"

@@ -11,6 +11,8 @@ from gpucomm.ddp.arguments import Arguments, check_delayed, check_devices, check
 from gpucomm.ddp.audit import Audit
 from gpucomm.ddp.mixed_precision import MixedPrecision
 from gpucomm.ddp.replicas import broadcast_tensors, check_same_model
+from gpucomm.errors import TransportUnavailable
+from gpucomm.gpus import connect, device_of
 from gpucomm.reduction import step_guard  # noqa: F401  it watches optimizers from when it is imported
 from gpucomm.reduction.layout.buckets import MIB
 from gpucomm.reduction.layout.parameters import ParameterTable
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 # Shared memory wants small buckets: reduced while they are in cache, and early. Sockets want few messages, but the wire
 # has to be busy from the first gradient on: at 1 Gbit/s, waiting for a bucket of 8 MiB left a tenth of what could be
 # hidden exposed, and buckets of 2 MiB (17 ms there) fill the wire as well as one.
-_OWN_CAPS = {"shm": (1 * MIB,), "loopback": (1 * MIB,)}
+# NCCL over NVLink wants several MiB a message, and the first soon.
+_OWN_CAPS = {"shm": (1 * MIB,), "loopback": (1 * MIB,), "nccl": (2 * MIB, 8 * MIB, 25 * MIB)}
 _SOCKET_CAPS = (MIB // 4, MIB // 2, 1 * MIB, 2 * MIB)
 # In shared memory a piece of a bucket is reduced as soon as it is packed, while a core's own cache still holds it.
 _PIECE_BYTES = {"shm": MIB // 4, "loopback": MIB // 4}
@@ -96,25 +99,30 @@ class Connection:
         exchange = world.meet()
         if init_sync:
             check_same_model(table.names, table.params, world.global_ranks, exchange)
-        transport = world.connect(exchange)
+        gpus = None
+        if (ordinal := device_of(table.params)) is not None:
+            check_gpu_transport(world)
+            gpus = connect(world, exchange, ordinal)
+        transport = world.connect(exchange)  # with GPUs, of what the hosts tell each other
         if arguments.wire.travels and isinstance(transport, Transport):
             transport.widens_sums = False  # few bytes are what was asked for
         stream = _core.InlineStream()
-        comm = Communicator.over(transport, stream)
+        comm = Communicator.over(transport, stream, gpus)
         audit = Audit(arguments.audit_every, comm)
         if init_sync:
             broadcast_tensors(table.params, comm)
             broadcast_tensors(ddp.modules_buffers if arguments.syncs_buffers_at_init else [], comm)
             if arguments.syncs_buffers_at_init:
                 audit.note_equal_buffers(ddp, iteration=0)
-        own_caps = _OWN_CAPS.get(transport.name(), _SOCKET_CAPS)
+        name = transport.name() if gpus is None else gpus.transport.name()
+        own_caps = _OWN_CAPS.get(name, _SOCKET_CAPS)
         reduction = Reducer(
             table,
             comm,
             stream,
             transport,
             own_caps if arguments.caps_bytes is None else arguments.caps_bytes,
-            piece_bytes=_PIECE_BYTES.get(transport.name(), 0),
+            piece_bytes=_PIECE_BYTES.get(name, 0),
             timeout_s=world.timeout_s,
             nonfinite=arguments.nonfinite_policy,
             allow_unused=ddp.find_unused_parameters,
@@ -123,7 +131,15 @@ class Connection:
             delayed=table.indices_of(ddp._delay_all_reduce_params),
             skip_unused=ddp.skip_all_reduce_unused_params,
             wire=arguments.wire,
+            gpus=gpus,
         )
         if ddp._precision is not None:
             reduction.on_backward = ddp._precision.on_backward_end
         return cls(comm, audit, reduction)
+
+
+def check_gpu_transport(world: World) -> None:
+    """Raises TransportUnavailable if what was asked for does not reach parameters on a GPU."""
+    if world.transport not in ("auto", "nccl"):
+        name = world.transport if isinstance(world.transport, str) else type(world.transport).__name__
+        raise TransportUnavailable(f"transport {name!r} reduces in host memory, the parameters are on a GPU: 'nccl'")

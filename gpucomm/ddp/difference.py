@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import torch
 
-from gpucomm import _core
+from gpucomm import _core, cuda
 from gpucomm.communicator import Communicator
 from gpucomm.errors import CommError, ReplicasDiffer
 from gpucomm.reduction.layout.local import as_bytes, local_of
@@ -41,7 +41,7 @@ class Replica:
 
     def bytes_of(self, index: int) -> torch.Tensor:
         """Its elements in the order of their indices, whatever its strides: ranks may differ in those."""
-        return as_bytes(self.local(index))
+        return cuda.on_host(as_bytes(self.local(index)))
 
     def describe(self, index: int) -> tuple[str, torch.Size, str]:
         """What is equal on every rank, or there is no use in comparing elements."""

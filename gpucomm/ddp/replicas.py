@@ -58,11 +58,12 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], comm: Communicator, root:
         chunk: list[torch.Tensor] = []
         nbytes = 0
         for tensor in tensors:
-            chunk.append(_without_repeats(local_of(tensor)))
-            nbytes += chunk[-1].nbytes
-            if nbytes >= _CHUNK_BYTES:
+            part = _without_repeats(local_of(tensor))
+            if chunk and (nbytes >= _CHUNK_BYTES or part.device != chunk[0].device):
                 _broadcast_chunk(chunk, comm, root)
                 chunk, nbytes = [], 0
+            chunk.append(part)
+            nbytes += part.nbytes
         _broadcast_chunk(chunk, comm, root)
 
 
@@ -70,7 +71,7 @@ def _broadcast_chunk(tensors: list[torch.Tensor], comm: Communicator, root: int)
     total = sum(t.numel() * t.element_size() for t in tensors)
     if total == 0:
         return
-    flat = torch.empty(total, dtype=torch.uint8)
+    flat = torch.empty(total, dtype=torch.uint8, device=tensors[0].device)
     if comm.rank == root:
         torch.cat([as_bytes(t) for t in tensors], out=flat)
     comm.broadcast(flat, root)

@@ -24,11 +24,13 @@ import torch.distributed as dist
 from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.errors import CommError, StepFailed, text_of
+from gpucomm.gpus import Gpus
 from gpucomm.reduction.agreement.finite import FiniteCheck
 from gpucomm.reduction.agreement.headers import Agreement
 from gpucomm.reduction.backward import BackwardEnd, OneBackward, TwoBackwards, queue_at_outermost_end
 from gpucomm.reduction.comm_hooks import CommHooks, Hook, HookNotes
 from gpucomm.reduction.completion import Completion
+from gpucomm.reduction.engine import make_engine
 from gpucomm.reduction.hooks import Hooks
 from gpucomm.reduction.layout.buckets import BucketMemory, BucketPlan
 from gpucomm.reduction.layout.grads import kept_grads
@@ -52,6 +54,7 @@ class Reducer:
     piece_bytes: buckets are packed and reduced in pieces of this size, 0: each as a whole.
     allow_unused, static_graph: see Usage. nonfinite: see FiniteCheck. wire: how gradients travel, see Wire.
     comm: brings the transport; collectives of the wrapper and of the engine come in one order on its stream.
+    gpus: the parameters are there; then transport and stream are what the hosts tell each other by.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Reducer:
         delayed: Collection[int] = (),
         skip_unused: bool = False,
         wire: Wire | None = None,
+        gpus: Gpus | None = None,
     ) -> None:
         self.table = table
         self.params = table.params
@@ -79,9 +83,17 @@ class Reducer:
         self.comm = comm
         self.transport = transport
         self.trace = _core.Trace()
-        self.engine = _core.Engine(transport, stream, self.trace, len(self.params), piece_bytes=piece_bytes)
+        self.engine = make_engine(self.params, transport, stream, self.trace, piece_bytes, gpus)
         self.slots = Slots(
-            self.params, self.engine, transport, caps, plan, wire or Wire(), table.sparse, delayed, skip_unused
+            self.params,
+            self.engine,
+            gpus.transport if gpus else transport,
+            caps,
+            plan,
+            wire or Wire(),
+            table.sparse,
+            delayed,
+            skip_unused,
         )
         self.sync_requested: Callable[[], bool] = lambda: True
 

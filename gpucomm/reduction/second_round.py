@@ -12,7 +12,7 @@ import torch
 from gpucomm import _core
 from gpucomm.communicator import Communicator
 from gpucomm.errors import StepFailed
-from gpucomm.reduction.layout.local import as_bytes, local_grad, local_of
+from gpucomm.reduction.layout.local import checksum, local_grad, local_of
 from gpucomm.reduction.layout.slots import Slots
 from gpucomm.reduction.unpack import Means
 
@@ -88,7 +88,7 @@ class SecondRound:
         kinds = {i: kind for i, kind in kinds.items() if kind.given}
         for dtype in sorted({kind.dtype for kind in kinds.values() if not kind.sparse_dim}, key=str):
             members = [i for i, kind in kinds.items() if kind.dtype == dtype and not kind.sparse_dim]
-            parts = [self._grads.get(i, torch.zeros(kinds[i].shape, dtype=dtype)) for i in members]
+            parts = [self._part(i, kinds[i].shape, dtype) for i in members]
             flat = torch.cat([part.to(dtype).reshape(-1) for part in parts])
             self._comm.all_reduce(torch.view_as_real(flat) if dtype.is_complex else flat, "avg")
             for i, mean in zip(members, flat.split([part.numel() for part in parts]), strict=True):
@@ -96,6 +96,10 @@ class SecondRound:
         for i, kind in kinds.items():
             if kind.sparse_dim:
                 means.add(i, _sparse_mean(self._grads.get(i), kind, self._comm))
+
+    def _part(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        grad = self._grads.get(index)
+        return torch.zeros(shape, dtype=dtype, device=self._params[index].device) if grad is None else grad
 
     def _agree_on_kinds(self, parameters: list[int]) -> dict[int, _Kind]:
         mine = []
@@ -125,7 +129,7 @@ class SecondRound:
         """Raises StepFailed on every rank if one's values differ: each rank may have drawn its own."""
         if not parameters:
             return
-        mine = [_core.checksum(as_bytes(local_of(self._params[i]))) for i in parameters]
+        mine = [checksum(local_of(self._params[i])) for i in parameters]
         everybody = [pickle.loads(text) for text in self._comm.all_gather_bytes(pickle.dumps(mine))]
         for i, checksums in zip(parameters, zip(*everybody, strict=True), strict=True):
             if len(set(checksums)) > 1:

@@ -108,8 +108,10 @@ ABI_FIELD(min_ctas, minCTAs);
 ABI_FIELD(max_ctas, maxCTAs);
 ABI_FIELD(net_name, netName);
 ABI_FIELD(split_share, splitShare);
-#if NCCL_VERSION_CODE >= 22700
+#if NCCL_VERSION_CODE >= 22605
 ABI_FIELD(traffic_class, trafficClass);
+#endif
+#if NCCL_VERSION_CODE >= 22700
 ABI_FIELD(comm_name, commName);
 ABI_FIELD(collnet_enable, collnetEnable);
 ABI_FIELD(cta_policy, CTAPolicy);

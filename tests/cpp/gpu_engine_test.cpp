@@ -66,7 +66,7 @@ struct Rank {
         main(device, nullptr),
         side(device, nullptr),
         codec(std::make_shared<cuda::CudaCodec>(
-            std::make_shared<cuda::Kernels>(device, cuda::load_kernels(*device, {}, &origin)), stream, nullptr)) {
+            std::make_shared<cuda::CudaKernels>(device, cuda::load_kernels(*device, {}, &origin)), stream)) {
     NcclOptions options;
     options.timeout_s = timeout_s;
     options.nccl = nccl::load({.path = FAKE_NCCL_LIBRARY, .wheel_path = ""});
@@ -153,6 +153,23 @@ struct Rank {
     api->memcpy_dtod_async(grads[parameter]->address(), params[parameter]->address(), bytes, on);
     api->memcpy_dtod_async(grads[parameter]->address(), sources[parameter]->address(), bytes, on);
     engine->mark_ready(parameter, grads[parameter]->as<void>(), DType::kFloat32);
+  }
+
+  // An iteration on the one stream or the other, with gradients of their own, whose means nobody reads.
+  void iterate_apart(int iteration, unsigned char byte) {
+    make_apart(iteration, byte);
+    finish();
+  }
+
+  void make_apart(int iteration, unsigned char byte) {
+    const cuda::CudaStream& on = iteration % 2 ? side : main;
+    const auto& mine = iteration % 2 ? sources : grads;
+    program = caller_of(on);
+    engine->arm();
+    for (int32_t p = kParameters - 1; p >= 0; --p) {
+      api->memset_d8_async(mine[p]->address(), byte, kNumel * sizeof(float), on.handle());
+      engine->mark_ready(p, mine[p]->as<void>(), DType::kFloat32);
+    }
   }
 
   void finish() {
@@ -252,17 +269,7 @@ void two_producers(Problems* problems) {
 // Iterations whose means nobody reads, each on another stream than the one before: nothing of the program orders them.
 void streams_apart(Problems* problems) {
   Rank rank;
-  for (int iteration = 0; iteration < 4; ++iteration) {
-    rank.program = caller_of(iteration % 2 ? rank.side : rank.main);
-    for (int32_t p = 0; p < kParameters; ++p) rank.grads[p] = std::make_unique<DeviceMemory>(rank.device, kNumel * 4);
-    rank.engine->arm();
-    for (int32_t p = kParameters - 1; p >= 0; --p) {
-      const auto on = static_cast<cuda::StreamHandle>(rank.program.stream);
-      rank.api->memset_d8_async(rank.grads[p]->address(), 0, kNumel * sizeof(float), on);
-      rank.engine->mark_ready(p, rank.grads[p]->as<void>(), DType::kFloat32);
-    }
-    rank.finish();
-  }
+  for (int iteration = 0; iteration < 4; ++iteration) rank.iterate_apart(iteration, 0);
   fake_drain();
   expect(rank.engine->iteration() == 4, "iterations", problems);
 }
@@ -271,18 +278,10 @@ void streams_apart(Problems* problems) {
 void another_stream_packs(Problems* problems) {
   Rank rank;
   rank.engine->set_check_finite(true);
-  for (int iteration = 0; iteration < 4; ++iteration) {
-    for (int32_t p = 0; p < kParameters; ++p) rank.grads[p] = std::make_unique<DeviceMemory>(rank.device, kNumel * 4);
-    rank.program = caller_of(iteration % 2 ? rank.side : rank.main);
-    rank.engine->arm();
-    for (int32_t p = kParameters - 1; p >= 0; --p) {
-      const auto on = static_cast<cuda::StreamHandle>(rank.program.stream);
-      rank.api->memset_d8_async(rank.grads[p]->address(), 0xff, kNumel * sizeof(float), on);
-      rank.engine->mark_ready(p, rank.grads[p]->as<void>(), DType::kFloat32);
-    }
-    if (iteration == 3) expect(rank.engine->nonfinite_parameter() == 1, "the first of the last bucket", problems);
-    rank.finish();
-  }
+  for (int iteration = 0; iteration < 4; ++iteration) rank.iterate_apart(iteration, 0xff);
+  rank.make_apart(4, 0);
+  expect(rank.engine->nonfinite_parameter() == -1, "what earlier iterations found is not forgotten", problems);
+  rank.finish();
   fake_drain();
 }
 
@@ -464,7 +463,7 @@ TEST(GpuEngineMutations, EachOrderingCallThatIsDroppedIsNoticedBySomeScenario) {
   fake_reset();
   for (const std::string& name : program_sites) names.erase(name);
   for (const std::string& name : names) EXPECT_TRUE(noticed.count(name)) << "not noticed: " << name;
-  EXPECT_GE(names.size(), 14U);
+  EXPECT_GE(names.size(), 12U);
   RecordProperty("sites", static_cast<int>(names.size()));
 }
 

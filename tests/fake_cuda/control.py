@@ -215,6 +215,17 @@ class Control:
         """All reports but notes."""
         return self.reports(*KINDS[:-1])
 
+    def take_errors(self, kind: str) -> list[str]:
+        """The texts of what is wrong once everything has run: expected, so it is forgotten.
+
+        Something must be, and all of it of this kind.
+        """
+        self.drain()
+        errors = self.errors()
+        assert {error.kind for error in errors} == {kind}, errors
+        self.clear_reports()
+        return [error.text for error in errors]
+
     def clear_reports(self) -> None:
         self.library.fake_clear_reports()
 

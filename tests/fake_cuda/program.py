@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from fake_cuda.control import Control, Range
 
@@ -52,6 +53,15 @@ class Program:
     def __exit__(self, *_: object) -> None:
         self.call("cuCtxPopCurrent_v2", None)
         self.call("cuDevicePrimaryCtxRelease_v2", self.device)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """The same context, current on whatever thread calls."""
+        self.call("cuCtxPushCurrent_v2", ctypes.c_void_p(self.context))
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent_v2", None)
 
     def call(self, symbol: str, *arguments: object) -> None:
         result = getattr(self.control.library, symbol)(*arguments)

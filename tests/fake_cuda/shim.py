@@ -160,7 +160,8 @@ class CudaShim(TorchDispatchMode):
             self._storages[address] = end, set()
 
     def _end(self, address: int, stream: int) -> None:
-        with self._lock:
+        # On whatever thread lets go of the memory last: one of a process group's, say, without a context of its own.
+        with self._lock, self.program.current():
             _, used = self._storages.pop(address)
             self.control.unregister(address, stream, used)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from gpucomm import _core
+from gpucomm import _core, cuda
 from gpucomm.errors import NonFinite
 from gpucomm.reduction.agreement.verdict import NameOf
 
@@ -92,10 +92,15 @@ class FiniteCheck:
 
     def _first_overflown(self, means: Iterator[tuple[int, torch.Tensor]], first_of: Callable[[int], int] | None) -> int:
         """The parameter, or -1."""
-        found = next((i for i, mean in means if _core.first_nonfinite(mean) >= 0), -1)
+        found = next((i for i, mean in means if not _mean_is_finite(mean)), -1)
         return found if first_of is None else first_of(found)
 
 
 def _is_finite(grad: torch.Tensor) -> bool:
     values = grad._values() if grad.layout == torch.sparse_coo else grad
     return bool(values.isfinite().all())
+
+
+def _mean_is_finite(mean: torch.Tensor) -> bool:
+    """Of one on a GPU the host waits for the answer."""
+    return bool(mean.isfinite().all()) if cuda.gpu.serves(mean.device) else _core.first_nonfinite(mean) < 0

@@ -63,7 +63,9 @@ class ParameterSpec:
         """A tensor like the gradient, `offset` real elements of its dtype into the storage."""
         # Made with set_, not as an autograd view, so that detach_() works on a gradient.
         at = offset // (2 if self.tensor_dtype.is_complex else 1)
-        return torch.empty(0, dtype=self.tensor_dtype).set_(storage, at, self.shape, self.strides)
+        return torch.empty(0, dtype=self.tensor_dtype, device=storage.device).set_(
+            storage, at, self.shape, self.strides
+        )
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ class BucketMemory:
         for parameter in members:
             starts.append(end)
             end += -(-specs[parameter].numel // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        flat = torch.empty(end, dtype=dtype)
+        flat = torch.empty(end, dtype=dtype, device=self.flat.device)
         for parameter, start in zip(members, starts, strict=True):
             self.views[parameter] = specs[parameter].view(flat.untyped_storage(), start)
         self._unpacked_flats.append(flat)

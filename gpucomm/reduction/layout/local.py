@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from gpucomm import _core, cuda
+
 
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether this is a DTensor. Does not import what no program without one needs."""
@@ -50,6 +52,11 @@ def placed_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         return type(like).from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Over its bytes in the order of its elements' indices. Of one on a GPU the host waits for a copy."""
+    return _core.checksum(cuda.on_host(as_bytes(tensor)))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

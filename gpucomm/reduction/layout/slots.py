@@ -8,7 +8,7 @@ from collections.abc import Collection, Container, Sequence
 
 import torch
 
-from gpucomm import _core
+from gpucomm import _core, cuda
 from gpucomm.communicator import Communicator
 from gpucomm.reduction.layout.buckets import (
     SLOT_ALIGNMENT,
@@ -168,11 +168,12 @@ class Slots:
 
         verdict: of the iteration that just ended.
         """
-        order = torch.full((len(self._params),), -1, dtype=torch.int32)
-        ready = self._engine.ready_order
-        order[: len(ready)] = torch.tensor(ready, dtype=torch.int32)
-        comm.broadcast(order)
-        first = [i for i in order.tolist() if i >= 0]
+        with cuda.gpu.host():
+            order = torch.full((len(self._params),), -1, dtype=torch.int32)
+            ready = self._engine.ready_order
+            order[: len(ready)] = torch.tensor(ready, dtype=torch.int32)
+            comm.broadcast(order)
+            first = [i for i in order.tolist() if i >= 0]
         seen = set(first)
         rest = [i for i in self.plan.parameters if i not in seen]
         if self._skip_unused:

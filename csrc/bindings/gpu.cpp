@@ -1,0 +1,107 @@
+// GPUs: a device, its streams, the kernels and the codec on them, and the transport between them.
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+
+#include "bindings/bindings.h"
+#include "bindings/embedder.h"
+#include "bindings/names.h"
+#include "cuda/codec_cuda.h"
+#include "cuda/kernel_image.h"
+#include "cuda/stream_cuda.h"
+#include "transport/transport_nccl.h"
+
+namespace py = pybind11;
+
+namespace gpucomm {
+
+namespace {
+
+using cuda::CudaCodec;
+using cuda::CudaKernels;
+using cuda::CudaStream;
+using cuda::GpuDevice;
+
+std::shared_ptr<GpuDevice> make_device(int ordinal, const std::string& library) {
+  const py::gil_scoped_release unlocked;  // a driver may take seconds to start
+  return std::make_shared<GpuDevice>(cuda::load(library), ordinal);
+}
+
+std::shared_ptr<CudaKernels> make_kernels(const std::shared_ptr<GpuDevice>& device,
+                                          const std::vector<std::string>& nvrtc_wheels,
+                                          const std::string& cache_folder) {
+  const py::gil_scoped_release unlocked;  // a compilation takes a second or more
+  const cuda::KernelCompiler compiler{
+      .search = {.path = "", .wheel_paths = nvrtc_wheels, .driver_version = 0, .arch = 0},
+      .cache_folder = cache_folder};
+  std::string origin;
+  return std::make_shared<CudaKernels>(device, cuda::load_kernels(*device, compiler, &origin));
+}
+
+std::shared_ptr<NcclTransport> make_transport(std::shared_ptr<GpuDevice> device, std::shared_ptr<CudaKernels> kernels,
+                                              int rank, int size, const std::string& unique_id, double timeout_s,
+                                              std::vector<int> global_ranks, std::string name, int min_ctas,
+                                              int max_ctas, int cga_cluster_size, bool blocking) {
+  NcclOptions options;
+  options.rank = rank;
+  options.size = size;
+  options.global_ranks = std::move(global_ranks);
+  options.timeout_s = timeout_s;
+  options.nccl = nccl::load({});
+  options.device = std::move(device);
+  if (unique_id.size() != sizeof options.id)
+    throw UsageError("unique_id: " + std::to_string(unique_id.size()) + " bytes");
+  std::memcpy(options.id.bytes, unique_id.data(), unique_id.size());
+  options.name = std::move(name);
+  options.min_ctas = min_ctas;
+  options.max_ctas = max_ctas;
+  options.cga_cluster_size = cga_cluster_size;
+  options.blocking = blocking;
+  options.scale = [kernels = std::move(kernels)](void* memory, DType dtype, size_t numel, double factor,
+                                                 cuda::StreamHandle stream) {
+    kernels->scale(memory, dtype, numel, factor, stream);
+  };
+  options.embedder = &PythonEmbedder::instance();
+  return std::make_shared<NcclTransport>(std::move(options));
+}
+
+}  // namespace
+
+void bind_gpu(py::module_& module) {
+  py::class_<GpuDevice, std::shared_ptr<GpuDevice>>(module, "GpuDevice")
+      .def(py::init(&make_device), py::arg("ordinal"), py::arg("library") = "")
+      .def_property_readonly("ordinal", &GpuDevice::ordinal)
+      .def_property_readonly("text", &GpuDevice::text)
+      .def_property_readonly("pci_bus_id", &GpuDevice::pci_bus_id)
+      .def_property_readonly("compute_capability", &GpuDevice::compute_capability);
+
+  py::class_<CudaStream, Stream, std::shared_ptr<CudaStream>>(module, "CudaStream")
+      .def(py::init([](std::shared_ptr<GpuDevice> device) {
+             return std::make_shared<CudaStream>(std::move(device), &PythonEmbedder::instance());
+           }),
+           py::arg("device"))
+      .def_property_readonly("handle", [](const CudaStream& s) { return reinterpret_cast<uintptr_t>(s.handle()); });
+
+  py::class_<CudaKernels, std::shared_ptr<CudaKernels>>(module, "CudaKernels")
+      .def(py::init(&make_kernels), py::arg("device"), py::arg("nvrtc_wheels") = std::vector<std::string>(),
+           py::arg("cache_folder") = "");
+
+  py::class_<BucketCodec, std::shared_ptr<BucketCodec>>(module, "BucketCodec");
+  py::class_<CudaCodec, BucketCodec, std::shared_ptr<CudaCodec>>(module, "CudaCodec")
+      .def(py::init([](std::shared_ptr<CudaKernels> kernels, std::shared_ptr<CudaStream> stream) {
+             return std::make_shared<CudaCodec>(std::move(kernels), std::move(stream));
+           }),
+           py::arg("kernels"), py::arg("stream"));
+
+  py::class_<NcclTransport, Transport, std::shared_ptr<NcclTransport>>(module, "NcclTransport")
+      .def(py::init(&make_transport), py::arg("device"), py::arg("kernels"), py::arg("rank"), py::arg("size"),
+           py::arg("unique_id"), py::arg("timeout_s"), py::arg("global_ranks") = std::vector<int>(),
+           py::arg("name") = "", py::arg("min_ctas") = 0, py::arg("max_ctas") = 0, py::arg("cga_cluster_size") = 0,
+           py::arg("blocking") = true)
+      .def("register_memory", &NcclTransport::register_memory, py::arg("memory"))
+      .def("unregister_memory", &NcclTransport::unregister_memory, py::arg("memory"))
+      .def("check_failure", &NcclTransport::check_failure);
+}
+
+}  // namespace gpucomm

@@ -1,0 +1,118 @@
+"""The GPUs of a process group: libraries, kernels and a communicator of NCCL's, made by all ranks together."""
+
+import json
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from gpucomm import _core, cuda, libraries
+from gpucomm.errors import CommError, TransportUnavailable
+from gpucomm.world import Settings, World, kernel_cache_folder, shares_gpus
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """What one rank's GPU needs to take part. transport: NCCL, on `stream`; current_stream: the program's, a handle."""
+
+    device: _core.GpuDevice
+    stream: _core.CudaStream
+    kernels: _core.CudaKernels
+    transport: _core.NcclTransport
+    current_stream: Callable[[], int]
+
+    def codec(self) -> _core.CudaCodec:
+        return _core.CudaCodec(self.kernels, self.stream)
+
+
+@dataclass(frozen=True)
+class NcclLimits:
+    """How much of a GPU NCCL may take; 0: its own choice. See NCCL's documentation of ncclConfig_t."""
+
+    min_ctas: int = 0
+    max_ctas: int = 0
+    cga_cluster_size: int = 0
+    blocking: bool = True
+
+
+def connect(
+    world: World, exchange: Callable[[bytes], list[bytes]], ordinal: int, limits: NcclLimits | None = None
+) -> Gpus:
+    """Collective over the group; blocks until all ranks have come.
+
+    Raises TransportUnavailable on every rank if one of them has no driver, no NCCL, another version of it than the
+    others, or a GPU that another rank has too; CommTimeout, CommError from NCCL's own initialisation.
+    """
+    limits = limits or NcclLimits()
+    mine: dict[str, object] = {}
+    parts = None
+    try:
+        settings = Settings.from_environment()
+        device = _core.GpuDevice(ordinal, settings.cuda_library)
+        nccl = _core.nccl_load(settings.nccl_library, libraries.nccl_wheel())
+        kernels = _core.CudaKernels(device, libraries.nvrtc_wheels(), kernel_cache_folder())
+        parts = device, _core.CudaStream(device), kernels
+        mine = {"version": nccl["version_text"], "host": socket.gethostname(), "gpu": device.pci_bus_id}
+        mine |= {"text": device.text, "shares": shares_gpus()}
+        if world.rank == 0:
+            mine["id"] = _core.nccl_unique_id().hex()
+    except (CommError, ValueError) as error:
+        mine = {"error": f"{type(error).__name__}: {error}"}
+    everybody = [json.loads(text) for text in exchange(json.dumps(mine).encode())]
+    _check(everybody, world.global_ranks)
+    assert parts is not None
+    device, stream, kernels = parts
+    transport = _core.NcclTransport(
+        device,
+        kernels,
+        world.rank,
+        world.size,
+        bytes.fromhex(everybody[0]["id"]),
+        world.timeout_s,
+        world.global_ranks,
+        f"gpucomm {world.group.group_name}",
+        limits.min_ctas,
+        limits.max_ctas,
+        limits.cga_cluster_size,
+        limits.blocking,
+    )
+    return Gpus(device, stream, kernels, transport, cuda.gpu.current_stream(ordinal))
+
+
+def _check(everybody: list[dict], global_ranks: list[int]) -> None:
+    """Raises TransportUnavailable for what would make NCCL fail, or hang, with less to say."""
+    for rank, facts in zip(global_ranks, everybody, strict=True):
+        if "error" in facts:
+            raise TransportUnavailable(f"rank {rank} cannot use NCCL: {facts['error']}")
+    first = everybody[0]
+    for rank, facts in zip(global_ranks, everybody, strict=True):
+        if facts["version"] != first["version"]:
+            raise TransportUnavailable(
+                f"NCCL is {first['version']} on rank {global_ranks[0]} and {facts['version']} on rank {rank}: install "
+                "the same on all ranks"
+            )
+    seen: dict[tuple[str, str], int] = {}
+    for rank, facts in zip(global_ranks, everybody, strict=True):
+        other = seen.setdefault((facts["host"], facts["gpu"]), rank)
+        if other != rank and not facts["shares"]:
+            raise TransportUnavailable(
+                f"ranks {other} and {rank} both use {facts['text']} of {facts['host']}: does every rank call "
+                "torch.cuda.set_device(LOCAL_RANK), and move its model there?"
+            )
+
+
+def register_everywhere(gpus: Gpus, memory: _core.Memory, all_ranks: Callable[[bool], bool]) -> bool:
+    """Registers memory with NCCL on all ranks or on none; collective. all_ranks: whether it is true on every rank."""
+    mine = gpus.transport.register_memory(memory)
+    if all_ranks(mine):
+        return True
+    if mine:
+        gpus.transport.unregister_memory(memory)
+    return False
+
+
+def device_of(params: list[torch.nn.Parameter]) -> int | None:
+    """The ordinal of the GPU on which the parameters are; None if they are in host memory."""
+    device = params[0].device
+    return cuda.gpu.ordinal(device) if cuda.gpu.serves(device) else None
