@@ -9,6 +9,7 @@ import torch
 from commands import environment, run_python
 from fake_cuda.nccl import (
     IN_PROGRESS,
+    INTERNAL_ERROR,
     INVALID_ARGUMENT,
     INVALID_USAGE,
     SUCCESS,
@@ -278,6 +279,12 @@ def test_null_buffers_are_refused(alone, comm):
         assert alone.nccl.result("ncclAllReduce", *buffers, 4, 7, 0, comm, alone.stream) == INVALID_ARGUMENT
 
 
+def test_more_than_the_stand_in_carries_is_refused(alone, comm):
+    address = ones(alone).data_ptr()
+    assert alone.nccl.result("ncclAllReduce", address, address, 2**40, 7, 0, comm, alone.stream) == INVALID_ARGUMENT
+    assert rule_of(only_misuse(alone)) == "capacity"
+
+
 def test_memory_that_is_no_device_memory(alone, comm):
     x = torch.ones(8)
     alone.nccl.all_reduce(x, x, "sum", comm, alone.stream)
@@ -522,6 +529,31 @@ def test_a_use_while_in_progress(alone, polled):
     assert rule_of(only_misuse(alone)) == "in-progress"
 
 
+def test_blocking_and_non_blocking_communicators_in_one_group(alone, comm, polled):
+    x, y = ones(alone), ones(alone)
+    alone.nccl.call("ncclGroupStart")
+    alone.nccl.all_reduce(x, x, "sum", comm, alone.stream)
+    alone.nccl.result("ncclAllReduce", y.data_ptr(), y.data_ptr(), 8, 7, 0, polled, alone.stream)
+    assert alone.nccl.result("ncclGroupEnd") == IN_PROGRESS
+    assert rule_of(only_misuse(alone)) == "group-blocking"
+    assert [alone.nccl.state(polled), alone.nccl.state(polled)] == [IN_PROGRESS, SUCCESS]
+    assert alone.control.drain()
+
+
+def test_a_rank_that_comes_twice_with_one_unique_id(fake_cuda):
+    with on_device(0, 2) as it:
+        unique_id, config = it.nccl.unique_id(), Config(blocking=0)
+        comms = [ctypes.c_void_p(), ctypes.c_void_p()]
+        for made in comms:
+            arguments = ctypes.byref(made), 2, unique_id, 0, ctypes.byref(config)
+            assert it.nccl.result("ncclCommInitRankConfig", *arguments) == IN_PROGRESS
+        assert [it.nccl.state(made) for made in comms] == [IN_PROGRESS] * 2
+        assert [it.nccl.state(made) for made in comms] == [IN_PROGRESS, INTERNAL_ERROR]
+        assert rule_of(only_misuse(it)) == "unique-id-twice"
+        for made in comms:
+            it.nccl.call("ncclCommAbort", made)
+
+
 # ---- several communicators on one device
 
 
@@ -582,9 +614,9 @@ def test_without_it_the_device_may_begin_with_the_later_launch():
 # ---- the script
 
 
-@pytest.mark.parametrize("text", ["dealy ms=3", "delay miles=3", "delay ms=soon", "delay ms"])
+@pytest.mark.parametrize("text", ["dealy ms=3", "delay miles=3", "delay ms=soon", "delay ms", "allow rule=all"])
 def test_a_script_that_means_nothing_is_refused(alone, text):
-    with pytest.raises(ValueError, match=r"unknown verb|does not take|whole number"):
+    with pytest.raises(ValueError, match=r"unknown verb|unknown rule|does not take|whole number"):
         alone.nccl.script(text)
 
 

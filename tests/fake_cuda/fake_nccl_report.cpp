@@ -15,6 +15,7 @@ std::string& kept() {
 
 void misuse(const std::string& function, const char* rule, const std::string& text) {
   const DeviceLock lock;
+  if (!is_rule(rule)) return fake_misuse((function + ": the stand-in reports the unknown rule " + rule).c_str());
   if (script().allows(rule)) return;
   fake_misuse((function + ": [" + rule + "] " + text).c_str());
 }

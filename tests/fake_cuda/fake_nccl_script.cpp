@@ -31,6 +31,42 @@ const std::map<std::string, Keys>& verbs() {
   return known;
 }
 
+// Those that misuse() is called with, so that none is allowed by a wrong name.
+const Keys& rules() {
+  static const Keys known = {"abort-inside",
+                             "after-end",
+                             "busy",
+                             "capacity",
+                             "config",
+                             "deadlock",
+                             "destroy-failed",
+                             "double-window",
+                             "forked",
+                             "group",
+                             "group-blocking",
+                             "group-streams",
+                             "in-place",
+                             "in-progress",
+                             "launch-order",
+                             "mismatch",
+                             "no-context",
+                             "no-communicator",
+                             "null-stream",
+                             "freed-while-registered",
+                             "script",
+                             "still-registered",
+                             "two-threads",
+                             "ungrouped",
+                             "unique-id-twice",
+                             "unknown-window",
+                             "unpaired-free",
+                             "window-alignment",
+                             "window-partial",
+                             "window-range",
+                             "wrong-device"};
+  return known;
+}
+
 bool is_text(const std::string& key) { return key == "text" || key == "rule"; }
 
 bool is_number(const std::string& value) {
@@ -56,6 +92,7 @@ Statement parse_statement(const std::string& text) {
       value += rest;
     }
     if (!is_text(key) && !is_number(value)) throw std::invalid_argument("'" + word + "' is no whole number");
+    if (key == "rule" && !rules().contains(value)) throw std::invalid_argument("unknown rule '" + value + "'");
     statement.words[key] = value;
   }
   return statement;
@@ -125,6 +162,8 @@ bool Script::allows(const std::string& rule) const {
       return true;
   return false;
 }
+
+bool is_rule(const std::string& rule) { return rules().contains(rule); }
 
 const Script& script() { return in_force().script; }
 const std::string& script_fault() { return in_force().fault; }

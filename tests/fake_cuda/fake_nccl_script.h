@@ -38,6 +38,9 @@ class Script {
   std::vector<Statement> statements_;
 };
 
+// What misuse() may be called with.
+bool is_rule(const std::string& rule);
+
 // The script in force, of which a replacement invalidates what find gave. Read under the lock. The environment's, until
 // replaced; one that does not parse is reported as a misuse and fails every init.
 const Script& script();
