@@ -26,6 +26,7 @@ facts = dict(
     spec=getattr(__spec__, "name", None), path=sys.path, names=sorted(vars(main)), rank=os.environ.get("RANK"),
     transport=os.environ.get("GPUCOMM_TRANSPORT"),
 )
+sys.stdout.flush()
 os.write(1, (json.dumps(facts) + "\\n").encode())  # in one piece: ranks write to one pipe
 """
 WITH_TORCH = "import torch\n" + FACTS
