@@ -33,7 +33,7 @@ class TorchCuda:
 
     def current_stream(self, ordinal: int) -> Callable[[], int]:
         """A function that gives the program's stream of the moment on a device, in a fraction of a microsecond."""
-        return partial(torch._C._cuda_getCurrentRawStream, ordinal)  # type: ignore[attr-defined]
+        return partial(torch._C._cuda_getCurrentRawStream, ordinal)
 
     def record_stream(self, tensor: torch.Tensor, stream: int) -> None:
         """The tensor's memory is not to be used again before what the stream does with it until now is done."""

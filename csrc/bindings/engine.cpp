@@ -195,6 +195,7 @@ void bind_engine(py::module_& module) {
       .def("finish", &finish, py::arg("backwards"), py::arg("forwards"), py::arg("failed"), py::arg("joined") = false,
            py::arg("weight") = py::none(), py::arg("nonfinite") = -1, py::return_value_policy::reference_internal)
       .def("disarm", &Engine::disarm)
+      .def("look_at_reduced", &Engine::look_at_reduced)
       .def("used_counts", &Engine::used_counts)
       .def_property_readonly("mode", &Engine::mode)
       .def_property_readonly("iteration", &Engine::iteration)

@@ -121,6 +121,7 @@ class Logger:
             reduction = self._wrapper()._reduction
             if (latest := reduction.engine.iteration) != self._sampled:
                 self._sampled = latest
+                reduction.engine.look_at_reduced()
                 self._times.sample([(e.kind, e.begin_ns, e.end_ns) for e in read_trace(reduction.trace, latest)])
         self._times.forward_begin = time.monotonic_ns()
 
@@ -175,7 +176,7 @@ class Logger:
         strs, ints = data.strs_map, data.ints_map
         order = [number_of[i] for i in reduction.engine.ready_order if i in number_of]
         strs["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, order))
-        ints["num_buckets_reduced"] = reduction.engine.reduced
+        ints["num_buckets_reduced"] = reduction.engine.launched
         ints["unused_parameter_size"] = sum(reduction.slots.specs[i].nbytes for i in reduction.unused_here)
         ints["has_rebuilt_buckets"] = int(reduction.slots.is_final)
         if reduction.engine.iteration > 1:
@@ -211,7 +212,7 @@ class _Times:
 
     def sample(self, events: list[tuple[str, int, int]]) -> None:
         """events: (kind, begin_ns, end_ns) of the iteration's trace; without gradients or buckets there is nothing."""
-        packs = [end for kind, _, end in events if kind == "pack"]
+        packs = [end for kind, _, end in events if kind in ("pack", "pack_bucket")]
         reduces = [(begin, end) for kind, begin, end in events if kind == "reduce"]
         if not packs or not reduces or not self.forward_begin:
             return

@@ -82,6 +82,7 @@ class Reducer:
         self.names = table.names
         self.comm = comm
         self.transport = transport
+        self._transports = [transport, *([gpus.transport] if gpus else [])]
         self.trace = _core.Trace()
         self.engine = make_engine(self.params, transport, stream, self.trace, piece_bytes, gpus)
         self.slots = Slots(
@@ -461,8 +462,9 @@ class Reducer:
             # A process group may still have an operation on the buckets under way, and no way to call it back.
             if isinstance(self.transport, Transport) or self.comm_hooks is not None:
                 _abandoned.extend(self.slots.memories)
-            with contextlib.suppress(Exception):  # of a transport in Python: the failure that led here counts
-                self.transport.abort(text_of(error))
+            for transport in self._transports:
+                with contextlib.suppress(Exception):  # of a transport in Python: the failure that led here counts
+                    transport.abort(text_of(error))
 
     def raise_failure(self) -> None:
         """Raises CommError if communication broke down in an earlier iteration."""

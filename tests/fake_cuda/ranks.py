@@ -76,6 +76,7 @@ def on_gpu(
     control.machine(device_count=world)
     control.deadline(30)
     control.order(order, seed + rank)
+    control.drive_when_idle(0.05)  # a host that waits for a peer does not drive its own streams, which that one waits for
     nccl = Nccl(control, version)
     nccl.reset()
     nccl.script(script)
@@ -106,7 +107,7 @@ def on_gpu_whatever_transport(rank: int, world: int) -> Iterator[None]:
         self.transport = transport.name()
 
     with (
-        mock.patch.object(construction, "check_gpu_transport", lambda world: None),
+        mock.patch.object(construction, "check_gpu_transport", return_value=None),
         mock.patch.object(communicator.Communicator, "_join", joined),
         on_gpu(rank, world),
     ):
