@@ -242,6 +242,7 @@ void install_views(const Engine& engine, const Verdict& verdict, const py::list&
 }
 
 // Has the engine take gradients out of `params` (a list by index, looked into each time) once their bucket is packed.
+// They are held until forget_grads(), and so is what they hold: hooks, and with those the engine.
 // record_stream(grad, stream): called before, for each further stream on which a gradient of the bucket was made.
 void release_grads(Engine& engine, py::list params, py::function record_stream) {
   grad_attribute.look_at(Py_TYPE(PyList_GET_ITEM(params.ptr(), 0)));
@@ -330,6 +331,7 @@ void bind_grad_hook(py::module_& module) {
   module.def("install_views", &install_views, py::arg("engine"), py::arg("verdict"), py::arg("params"),
              py::arg("views"));
   module.def("release_grads", &release_grads, py::arg("engine"), py::arg("params"), py::arg("record_stream"));
+  module.def("forget_grads", [](Engine& engine) { engine.on_release(nullptr); }, py::arg("engine"));
   module.def("other_grads", &other_grads, py::arg("params"), py::arg("grads"));
   py::class_<ViewLayouts>(module, "ViewLayouts")
       .def(py::init<>())

@@ -51,13 +51,26 @@ struct Ending {
   std::shared_ptr<std::timed_mutex> inside;
   Comm comm;
   bool abort;
+  std::vector<cuda::EventHandle> events;        // all that there are
+  std::vector<cuda::EventHandle> outstanding;   // of those, what tells when the work under way is done
+  std::chrono::steady_clock::time_point until;  // it is waited for
+
+  bool is_done() {
+    while (!outstanding.empty() && device->api().event_query(outstanding.back()) != cuda::kNotReady)
+      outstanding.pop_back();
+    return outstanding.empty();
+  }
 };
 
-void end_now(const Ending& ending) {
+void end_now(Ending& ending) {
   try {
     const cuda::Current current(ending.device->api(), ending.device->context());
     cuda::CaptureMode mode = cuda::kCaptureRelaxed;
     ending.device->api().thread_exchange_capture_mode(&mode);
+    while (!ending.abort && !ending.is_done()) {
+      ending.abort = std::chrono::steady_clock::now() >= ending.until;
+      std::this_thread::sleep_for(1ms);
+    }
     // [Note: abort]
     const bool revokes = ending.abort && ending.api->comm_revoke;
     if (revokes) ending.api->comm_revoke(ending.comm, 0);
@@ -68,6 +81,7 @@ void end_now(const Ending& ending) {
     } else {
       ending.api->comm_destroy(ending.comm);
     }
+    for (cuda::EventHandle event : ending.events) ending.device->api().event_destroy(event);
   } catch (const CommError&) {
     // The context is gone, and the communicator's memory with it.
   }
@@ -92,15 +106,11 @@ Communicator::~Communicator() {
   }
   changed_.notify_all();
   if (watcher_.joinable()) watcher_.join();
-  // What is under way belongs to a program that let go of it: its peers may never come.
-  end(!in_flight_.empty());
-  if (ending_) ending_->wait_for(kLongestEnd);
-  try {
-    const cuda::Current current(options_.device->api(), options_.device->context());
-    for (cuda::EventHandle event : events_) options_.device->api().event_destroy(event);
-  } catch (const CommError&) {
-    // The context is gone, and the events with it.
-  }
+  end(false);
+  if (!ending_) return;
+  if (options_.embedder) options_.embedder->before_blocking();
+  ending_->wait_for(kLongestEnd);
+  if (options_.embedder) options_.embedder->after_blocking();
 }
 
 namespace {
@@ -207,6 +217,7 @@ void Communicator::watch(const std::string& what, cuda::StreamHandle stream) {
   options_.device->check(api.stream_is_capturing(stream, &status), "cuStreamIsCapturing");
   if (status != cuda::kCaptureNone) return;
   const std::lock_guard lock(mutex_);
+  if (ended_) return;
   if (free_events_.empty()) {
     cuda::EventHandle made = nullptr;
     options_.device->check(api.event_create(&made, cuda::kEventDisableTiming), "cuEventCreate");
@@ -240,8 +251,13 @@ void Communicator::end(bool abort) noexcept {
   if (ended_ || !comm_) return;
   ended_ = true;
   try {
-    ending_ = Background::start(Ending{options_.api, options_.device, inside_, comm_, abort},
-                                [](const Ending& ending) { end_now(ending); });
+    Ending ending{options_.api, options_.device, inside_, comm_, abort, std::move(events_), {}, {}};
+    for (const InFlight& work : in_flight_) ending.outstanding.push_back(work.event);
+    ending.until = Clock::now() + std::chrono::duration_cast<Clock::duration>(seconds(options_.timeout_s));
+    in_flight_.clear();
+    free_events_.clear();
+    events_.clear();
+    ending_ = Background::start(std::move(ending), [](Ending& owned) { end_now(owned); });
   } catch (const std::system_error&) {
     // No thread is to be had: the communicator is leaked.
   }

@@ -41,6 +41,7 @@ class Communicator {
  public:
   // Collective; blocks until all ranks came. Throws NcclError, CommTimeout.
   static std::shared_ptr<Communicator> make(CommunicatorOptions options);
+  // What is under way is completed, by a thread of its own; waits some seconds for that at most.
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;

@@ -83,7 +83,8 @@ class Hooks:
 
     def detach(self) -> None:
         """Takes all hooks off. Idempotent."""
-        for handle in self._handles:
+        for param, handle in zip(self._table.params, self._handles, strict=True):
             if handle is not None:
-                handle.remove()
+                # Not by the handle: its weak reference to the hooks may be gone when garbage is collected.
+                (param._post_accumulate_grad_hooks or {}).pop(handle.id, None)
         self._handles = [None] * len(self._handles)

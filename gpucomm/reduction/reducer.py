@@ -530,13 +530,17 @@ class Reducer:
 
     def close(self) -> None:
         """Takes the hooks off the parameters and lets go of the transport."""
-        self._hooks.detach()
+        self._let_go()
         retire(self)
         self.comm.close()
 
     def __del__(self) -> None:
-        if (hooks := getattr(self, "_hooks", None)) is not None:  # construction may have failed before
-            hooks.detach()
+        if hasattr(self, "_hooks"):  # construction may have failed before
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._hooks.detach()
+        _core.forget_grads(self.engine)
 
 
 # Memory that outlives its wrapper, because something may still be written to it.
