@@ -1,35 +1,200 @@
-"""DistributedDataParallel with parameters on a GPU, over the stand-ins for the CUDA driver and NCCL."""
+"""DistributedDataParallel and Communicator on a GPU, over the stand-ins for the CUDA driver and NCCL.
+
+What the CPU's suite says of DistributedDataParallel is said of this too: `make test-fake-gpu`.
+"""
 
 import pytest
 import torch
+from expect import raises
 from fake_cuda.ranks import on_gpu
-from gradients import mean_gradients
+from fake_cuda.shim import values
+from gradients import mean_gradients, same_on_all_ranks
 from ranks import run_ranks
 from toys import batch, mlp
 
+from gpucomm import Communicator, NonFinite
 from gpucomm import DistributedDataParallel as Ours
+from gpucomm.errors import TransportUnavailable
 
 SEEDS = range(3)
+
+
+@pytest.fixture(autouse=True)
+def stand_in(fake_cuda):
+    """Built before the ranks are forked; skips where there is no compiler."""
 
 
 def gradients(ddp):
     return {name: param.grad for name, param in ddp.module.named_parameters()}
 
 
+def loss_of(module, rank, iteration):
+    return module(batch(rank, iteration, 5, 24)).square().mean()
+
+
 @pytest.mark.parametrize("seed", SEEDS)
-def test_gradients_are_the_mean_over_the_ranks(fake_cuda, seed):
+def test_gradients_are_the_mean_over_the_ranks_in_whatever_order_the_streams_run(seed):
     def body(rank, world):
         model = mlp()
-        expected = [
-            mean_gradients(model, lambda m, r, i=i: m(batch(r, i, 5, 24)).square().mean(), world) for i in range(3)
-        ]
+        expected = [mean_gradients(model, lambda m, r, i=i: loss_of(m, r, i), world) for i in range(3)]
         with on_gpu(rank, world, seed=seed):
             ours = Ours(model)
             assert ours.transport == "nccl"
             for iteration in range(3):
                 ours.zero_grad()
-                ours(batch(rank, iteration, 5, 24)).square().mean().backward()
+                loss_of(ours, rank, iteration).backward()
                 for name, grad in gradients(ours).items():
                     torch.testing.assert_close(grad, expected[iteration][name])
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("version", [21805, 22105, 22809, 23203])
+def test_it_works_with_every_nccl_from_2_18_on(version):
+    def body(rank, world):
+        with on_gpu(rank, world, version=version):
+            ours = Ours(mlp(), bucket_cap_mb=0.001)
+            for iteration in range(2):
+                ours.zero_grad()
+                loss_of(ours, rank, iteration).backward()
+            same_on_all_ranks(p.grad for p in ours.parameters())
+
+    run_ranks(body, 3)
+
+
+def test_a_forward_on_a_stream_of_its_own_is_ordered_with_the_reduction():
+    def body(rank, world):
+        model = mlp()
+        expected = mean_gradients(model, lambda m, r: loss_of(m, r, 0), world)
+        with on_gpu(rank, world) as shim:
+            ours = Ours(model)
+            side = shim.program.stream("side stream")
+            for _ in range(3):
+                ours.zero_grad()
+                shim.control.wait_stream(side, shim.current)
+                with shim.stream(side):
+                    loss = loss_of(ours, rank, 0)
+                shim.control.wait_stream(shim.current, side)
+                loss.backward()
+                for name, grad in gradients(ours).items():
+                    torch.testing.assert_close(grad, expected[name])
+
+    run_ranks(body, 2)
+
+
+def test_buckets_are_packed_whole_and_launched_while_backward_runs():
+    def body(rank, world):
+        with on_gpu(rank, world):
+            ours = Ours(mlp(), bucket_cap_mb=0.001)
+            for iteration in range(3):
+                loss_of(ours, rank, iteration).backward()
+            last = ours._reduction.engine.iteration
+            events = [event for event in ours.trace() if event.iteration == last]
+            packed = [event for event in events if event.kind == "pack_bucket"]
+            ready = [event for event in events if event.kind == "ready"]
+            assert len(packed) == len(ours._reduction.plan.buckets) > 2
+            assert len(ready) == len(list(ours.parameters()))
+            assert packed[0].end_ns < ready[-1].begin_ns
+
+    run_ranks(body, 2)
+
+
+def test_an_iteration_allocates_nothing_on_the_device():
+    def body(rank, world):
+        with on_gpu(rank, world) as shim:
+            ours = Ours(mlp())
+            for iteration in range(4):
+                if iteration == 3:
+                    before = [shim.control.calls(name) for name in ("cuMemAlloc_v2", "cuMemHostAlloc", "ncclMemAlloc")]
+                ours.zero_grad()
+                loss_of(ours, rank, iteration).backward()
+            after = [shim.control.calls(name) for name in ("cuMemAlloc_v2", "cuMemHostAlloc", "ncclMemAlloc")]
+            assert after == before
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("wire_dtype", [torch.bfloat16, torch.float16])
+def test_gradients_travel_in_16_bits(wire_dtype):
+    def body(rank, world):
+        model = mlp()
+        expected = mean_gradients(model, lambda m, r: loss_of(m, r, 0), world)
+        with on_gpu(rank, world):
+            ours = Ours(model, wire_dtype=wire_dtype)
+            for _ in range(2):
+                ours.zero_grad()
+                loss_of(ours, rank, 0).backward()
+            for name, grad in gradients(ours).items():
+                assert grad.dtype == torch.float32
+                torch.testing.assert_close(grad, expected[name], rtol=2**-6, atol=1e-4)
+            same_on_all_ranks(p.grad for p in ours.parameters())
+
+    run_ranks(body, 2)
+
+
+def test_a_gradient_that_is_not_finite_is_named_on_every_rank():
+    def body(rank, world):
+        with on_gpu(rank, world):
+            ours = Ours(mlp(), nonfinite="raise")
+            loss_of(ours, rank, 0).backward()
+            ours.zero_grad()
+            scale = float("nan") if rank == 1 else 1.0
+            with pytest.raises(NonFinite, match="on rank 1"):
+                (loss_of(ours, rank, 1) * scale).backward()
+            ours.zero_grad()
+            loss_of(ours, rank, 2).backward()
+            assert all(bool(p.grad.isfinite().all()) for p in ours.parameters())
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_transport_that_reduces_in_host_memory_is_refused(transport):
+    def body(rank, world):
+        with on_gpu(rank, world):
+            raises(
+                TransportUnavailable,
+                f"transport '{transport}' reduces in host memory",
+                lambda: Ours(mlp(), transport=transport),
+            )
+
+    run_ranks(body, 2)
+
+
+def test_two_ranks_on_one_gpu_are_named():
+    def body(rank, world):
+        with on_gpu(0, world):
+            raises(TransportUnavailable, "ranks 0 and 1 both use .* of .*LOCAL_RANK", lambda: Ours(mlp()))
+
+    run_ranks(body, 2)
+
+
+def test_a_rank_without_nccl_is_named_on_every_rank(monkeypatch):
+    def body(rank, world):
+        with on_gpu(rank, world):
+            if rank == 1:
+                monkeypatch.setenv("GPUCOMM_NCCL_LIBRARY", "libthere_is_none.so")
+            raises(TransportUnavailable, "rank 1 cannot use NCCL: .*libthere_is_none.so", lambda: Ours(mlp()))
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize(("op", "expected"), [("sum", 3.0), ("avg", 1.5), ("min", 1.0), ("max", 2.0), ("prod", 2.0)])
+def test_a_communicator_takes_arrays_of_the_gpu_and_of_the_host(op, expected):
+    def body(rank, world):
+        with on_gpu(rank, world) as shim, Communicator(transport="nccl") as comm:
+            assert comm.transport == "nccl"
+            x = torch.full((7,), rank + 1.0)
+            assert comm.all_reduce(x, op) is x
+            assert values(shim, x) == [expected] * 7
+            work = comm.all_reduce(y := torch.full((5,), rank + 1.0), op, async_op=True)
+            work.wait()
+            assert values(shim, y) == [expected] * 5
+            gathered = torch.empty(world * 3)
+            comm.all_gather(gathered, torch.full((3,), float(rank)))
+            assert values(shim, gathered) == [float(r) for r in range(world) for _ in range(3)]
+            comm.broadcast(z := torch.full((2,), float(rank)), root=1)
+            assert values(shim, z) == [1.0, 1.0]
+            assert comm.all_gather_bytes(bytes([rank])) == [b"\0", b"\1"]
 
     run_ranks(body, 2)

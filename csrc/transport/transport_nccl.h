@@ -52,7 +52,8 @@ class NcclTransport final : public Transport {
   // Collective; blocks until all ranks came or the timeout ends. Throws UsageError for options that NCCL refuses,
   // NcclError with what to check (the same GPU for two ranks, a wrong interface), CommTimeout.
   explicit NcclTransport(NcclOptions options);
-  // What is under way is completed in the background; waits some seconds for it at most. Memory that was allocated here lives on until its last owner dies.
+  // What is under way is completed in the background; waits some seconds for it at most. Memory that was allocated here
+  // lives on until its last owner dies.
   ~NcclTransport() override;
 
   std::string name() const override { return "nccl"; }

@@ -76,7 +76,9 @@ def on_gpu(
     control.machine(device_count=world)
     control.deadline(30)
     control.order(order, seed + rank)
-    control.drive_when_idle(0.05)  # a host that waits for a peer does not drive its own streams, which that one waits for
+    control.drive_when_idle(
+        0.05
+    )  # a host that waits for a peer does not drive its own streams, which that one waits for
     nccl = Nccl(control, version)
     nccl.reset()
     nccl.script(script)
