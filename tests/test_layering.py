@@ -21,6 +21,7 @@ ARCHITECTURES = ("_x86", "_aarch64", "_avx2", "_avx512", "_f16c", "_neon")
 # torch's DistributedDataParallel in particular come and go.
 TORCH_PRIVATE = {
     "_C", "_allgather_base", "_assign_modules_buffers", "_build_params_for_reducer", "_cdata", "_check_default_group",
+    "_cuda_getCurrentRawStream",
     "_check_input_dim", "_check_non_zero_input_channels", "_check_sync_bufs_post_fwd", "_check_sync_bufs_pre_fwd",
     "_current_graph_task_id", "_device_types", "_execution_engine", "_fp_param", "_get_backend",
     "_get_process_group_store", "_get_sequence_number_for_group", "_in_backward_optimizers", "_inside_ddp_forward",
@@ -28,7 +29,7 @@ TORCH_PRIVATE = {
     "_values", "_version", "_will_engine_execute_node", "_world",
 }  # fmt: skip
 # os, sys, our own extension, Lightning's strategies
-OTHERS_PRIVATE = {"_exit", "_getframe", "_release", "_ddp_kwargs", "_determine_ddp_device_ids"}
+OTHERS_PRIVATE = {"_attach_gpu", "_exit", "_getframe", "_release", "_ddp_kwargs", "_determine_ddp_device_ids"}
 
 
 def cpp_files():

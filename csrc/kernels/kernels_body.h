@@ -309,7 +309,7 @@ template <class Element>
 void pack_same(void* dst, const void* src, size_t numel, double scale) {
   if (scale != 1.0) {
     pack<Element, Element>(dst, src, numel, scale);
-  } else if (dst != src) {
+  } else if (dst != src && numel > 0) {
     std::memcpy(dst, src, numel * sizeof(typename Element::Storage));
   }
 }
