@@ -102,16 +102,6 @@ def _check(everybody: list[dict], global_ranks: list[int]) -> None:
             )
 
 
-def register_everywhere(gpus: Gpus, memory: _core.Memory, all_ranks: Callable[[bool], bool]) -> bool:
-    """Registers memory with NCCL on all ranks or on none; collective. all_ranks: whether it is true on every rank."""
-    mine = gpus.transport.register_memory(memory)
-    if all_ranks(mine):
-        return True
-    if mine:
-        gpus.transport.unregister_memory(memory)
-    return False
-
-
 def device_of(params: list[torch.nn.Parameter]) -> int | None:
     """The ordinal of the GPU on which the parameters are; None if they are in host memory."""
     device = params[0].device

@@ -99,8 +99,6 @@ void bind_gpu(py::module_& module) {
            py::arg("unique_id"), py::arg("timeout_s"), py::arg("global_ranks") = std::vector<int>(),
            py::arg("name") = "", py::arg("min_ctas") = 0, py::arg("max_ctas") = 0, py::arg("cga_cluster_size") = 0,
            py::arg("blocking") = true)
-      .def("register_memory", &NcclTransport::register_memory, py::arg("memory"))
-      .def("unregister_memory", &NcclTransport::unregister_memory, py::arg("memory"))
       .def("check_failure", &NcclTransport::check_failure);
 }
 

@@ -137,28 +137,6 @@ void NcclTransport::abort(const std::string& reason) noexcept {
   comm_->fail(std::make_exception_ptr(CommError("this rank gave up: " + reason)));
 }
 
-bool NcclTransport::register_memory(const Memory& memory) {
-  const nccl::Api& api = *options_.nccl;
-  if (!api.comm_window_register) return false;
-  nccl::Window window = nullptr;
-  comm_->call("ncclCommWindowRegister", [&](nccl::Comm comm) {
-    return api.comm_window_register(comm, memory.address, memory.bytes, &window, nccl::kWindowCollSymmetric);
-  });
-  if (!window) return false;  // success all the same, where the GPUs do not reach each other's memory
-  windows_.push_back({memory, window});
-  return true;
-}
-
-void NcclTransport::unregister_memory(const Memory& memory) {
-  const auto found = std::find_if(windows_.begin(), windows_.end(),
-                                  [&](const Registered& r) { return r.memory.address == memory.address; });
-  if (found == windows_.end()) return;
-  const nccl::Window window = found->window;
-  comm_->call("ncclCommWindowDeregister",
-              [&](nccl::Comm comm) { return options_.nccl->comm_window_deregister(comm, window); });
-  windows_.erase(found);
-}
-
 void NcclTransport::check_failure() { comm_->check_failure(); }
 
 }  // namespace gpucomm

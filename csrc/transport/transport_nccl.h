@@ -64,12 +64,6 @@ class NcclTransport final : public Transport {
   void start(const Collective& collective, Stream& stream) override;
   void abort(const std::string& reason) noexcept override;
 
-  // Registers memory from allocate() with the communicator, so that NCCL reads and writes peers' memory without copies
-  // of its own: collective, ends with a barrier. False: not here; then no rank may keep its registration. The memory
-  // lives as long as the transport from then on, if true.
-  bool register_memory(const Memory& memory);
-  void unregister_memory(const Memory& memory);
-
   // Throws what went wrong since it was looked for last, if anything did.
   void check_failure();
   const std::shared_ptr<const cuda::GpuDevice>& device() const { return options_.device; }
@@ -77,13 +71,7 @@ class NcclTransport final : public Transport {
  private:
   void enqueue(const Collective& collective, cuda::StreamHandle stream);
 
-  struct Registered {
-    Memory memory;
-    nccl::Window window;
-  };
-
   NcclOptions options_;
-  std::vector<Registered> windows_;  // their memory outlives the communicator
   std::shared_ptr<nccl::Communicator> comm_;
 };
 
