@@ -182,7 +182,7 @@ def check_devices(params: Sequence[torch.nn.Parameter], device_ids: Any, output_
         )
     if on_gpu and len(devices) > 1:
         raise NotImplementedError(f"a module on several GPUs ({sorted(map(str, devices))}) is not served, only on one")
-    if (device_ids or output_device is not None) and not on_gpu:
+    if (device_ids or output_device) and not on_gpu:
         raise ValueError(
             "device_ids and output_device arguments only work with modules on one GPU, but got device_ids "
             f"{device_ids}, output_device {output_device}, and module parameters on {devices}"

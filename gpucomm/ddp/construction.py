@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch._utils import _get_device_index
 
 from gpucomm import _core
 from gpucomm.communicator import Communicator
@@ -47,8 +48,12 @@ def set_attributes(ddp: "DistributedDataParallel", arguments: Arguments, module:
     check_devices(everything, arguments.device_ids, arguments.output_device)
     ddp.device = everything[0].device
     ddp.device_type = ddp.device.type
-    ddp.device_ids = None
-    ddp.output_device = None
+    ddp.device_ids, ddp.output_device = None, None
+    if arguments.device_ids:  # of a module on a GPU: inputs are moved there
+        ddp.device_ids = [_get_device_index(device, True) for device in arguments.device_ids]
+        ddp.output_device = _get_device_index(
+            arguments.device_ids[0] if arguments.output_device is None else arguments.output_device, True
+        )
     ddp.is_multi_device_module = False
     ddp.use_side_stream_for_tensor_copies = True
     ddp.dim = arguments.dim
