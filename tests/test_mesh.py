@@ -491,7 +491,7 @@ def test_a_tensor_without_memory_of_its_own_is_refused_by_collectives():
 
         mesh = init_device_mesh("cpu", (2,))
         x = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])
-        with pytest.raises(ValueError, match="expected an array in host memory, this DTensor has none of its own"):
+        with pytest.raises(ValueError, match="expected an array with memory, this DTensor has none of its own"):
             Communicator().all_reduce(x)
 
     run_ranks(body, 2)

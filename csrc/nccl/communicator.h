@@ -77,8 +77,8 @@ class Communicator {
 
   CommunicatorOptions options_;
   Comm comm_ = nullptr;
-  std::shared_ptr<std::timed_mutex> inside_;  // held in a call of NCCL's; outlives us where that never returns
-  std::atomic<Clock::rep> call_began_{0};     // 0: no call is under way
+  std::shared_ptr<std::mutex> inside_;     // held in a call of NCCL's; outlives us where that never returns
+  std::atomic<Clock::rep> call_began_{0};  // 0: no call is under way
 
   std::mutex mutex_;  // of what follows
   std::condition_variable changed_;
