@@ -3,6 +3,8 @@
 What the CPU's suite says of DistributedDataParallel is said of this too: `make test-fake-gpu`.
 """
 
+import time
+
 import pytest
 import torch
 from expect import raises
@@ -14,7 +16,7 @@ from toys import batch, mlp
 
 from gpucomm import Communicator, NonFinite
 from gpucomm import DistributedDataParallel as Ours
-from gpucomm.errors import TransportUnavailable
+from gpucomm.errors import CommError, TransportUnavailable
 
 SEEDS = range(3)
 
@@ -196,5 +198,60 @@ def test_a_communicator_takes_arrays_of_the_gpu_and_of_the_host(op, expected):
             comm.broadcast(z := torch.full((2,), float(rank)), root=1)
             assert values(shim, z) == [1.0, 1.0]
             assert comm.all_gather_bytes(bytes([rank])) == [b"\0", b"\1"]
+
+    run_ranks(body, 2)
+
+
+def test_an_error_on_the_device_ends_every_rank_and_no_optimizer_steps_after_it():
+    def body(rank, world):
+        with on_gpu(rank, world, script="async_error rank=0 comm=0 launch=20 result=6"):
+            ours = Ours(mlp(), bucket_cap_mb=0.001, timeout=3)
+            optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+
+            def train():
+                for iteration in range(200):
+                    optimizer.zero_grad()
+                    loss_of(ours, rank, iteration).backward()
+                    time.sleep(0.05)  # the watcher looks every 20 ms
+                    optimizer.step()
+
+            with pytest.raises(CommError) as caught:
+                train()
+            text = str(caught.value)
+            if rank == 0:
+                assert "a peer died or lost its connection" in text, text
+            else:  # a host that waits for its GPU, as the stand-in's does for torch's ops, learns it at the timeout
+                assert "rank 0" in text or "not complete within 3 s" in text, text
+            for param in ours.parameters():
+                param.grad = torch.ones_like(param)
+            with pytest.raises(CommError, match="this wrapper is dead"):
+                optimizer.step()
+
+    run_ranks(body, 2)
+
+
+class Foreign:
+    """An array of a library that knows no DLPack, over a tensor's memory."""
+
+    def __init__(self, tensor, typestr="<f4", strides=None):
+        self._tensor = tensor
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": typestr,
+            "data": (tensor.data_ptr(), False),
+            "strides": strides,
+            "version": 3,
+        }
+
+
+def test_arrays_with_nothing_but_a_cuda_array_interface_are_reduced():
+    def body(rank, world):
+        with on_gpu(rank, world) as shim, Communicator(transport="nccl") as comm:
+            x = torch.full((2, 3), rank + 1.0)
+            foreign = Foreign(x, strides=(12, 4))
+            assert comm.all_reduce(foreign) is foreign
+            assert values(shim, x) == [3.0] * 6
+            raises(ValueError, "all_reduce: x is not contiguous", lambda: comm.all_reduce(Foreign(x, strides=(4, 8))))
+            raises(TypeError, "__cuda_array_interface__ of this Foreign", lambda: comm.all_reduce(Foreign(x, "|b1")))
 
     run_ranks(body, 2)

@@ -82,6 +82,7 @@ class Reducer:
         self.names = table.names
         self.comm = comm
         self.transport = transport
+        self._gpus = gpus
         self._transports = [transport, *([gpus.transport] if gpus else [])]
         self.trace = _core.Trace()
         self.engine = make_engine(self.params, transport, stream, self.trace, piece_bytes, gpus)
@@ -468,14 +469,17 @@ class Reducer:
 
     def raise_failure(self) -> None:
         """Raises CommError if communication broke down in an earlier iteration."""
-        if self._failure is not None:
-            raise CommError(
-                f"communication broke down earlier, this wrapper is dead: {text_of(self._failure)}"
-            ) from self._failure
+        if (failure := self.failure) is not None:
+            raise CommError(f"communication broke down earlier, this wrapper is dead: {text_of(failure)}") from failure
 
     @property
     def failure(self) -> BaseException | None:
-        """What broke communication for good."""
+        """What broke communication for good; on a GPU also what was noticed since the host went on."""
+        if self._failure is None and self._gpus is not None:
+            try:
+                self._gpus.transport.check_failure()
+            except CommError as error:
+                self._break(error)
         return self._failure
 
     def keep_company(self) -> None:
