@@ -18,7 +18,7 @@ train:  ## train a byte-level GPT on 2 CPU ranks and compare with stock DDP (2-4
 	@$(SETUP) package
 	@$(VENV_PYTHON) -m gpucomm.examples.train_lm --preset small --compare $(ARGS)
 
-test:  ## the core test suite (6 to 8 minutes on 2 cores); ARGS go to pytest
+test:  ## the core test suite (8 to 11 minutes on 2 cores); ARGS go to pytest
 	@$(SETUP) package test
 	@$(VENV_PYTHON) -m pytest -m "not slow and not clients" $(ARGS)
 
