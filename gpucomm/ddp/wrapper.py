@@ -298,7 +298,11 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
     # ---- what happened
 
     def trace(self) -> list[TraceEvent]:
-        """What the engine recorded of the latest iterations, oldest first."""
+        """What the engine recorded of the latest iterations, oldest first.
+
+        On a GPU a reduction is there once it is done and somebody looked: this does, an iteration does.
+        """
+        self._reduction.engine.look_at_reduced()
         return read_trace(self._reduction.trace)
 
     @property

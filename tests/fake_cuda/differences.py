@@ -5,6 +5,7 @@ THREADS = "torch's tensors stand for those of a GPU on one thread only"
 ORDER = "NCCL adds in an order of its own, rounded at each step: equal on all ranks, not between layouts"
 CPU_WIRE = "how a process group carries what travels between hosts; gradients go through NCCL"
 CPU_PACK = "gradients are packed bucket by bucket on a GPU, not one by one"
+TRACE = "reductions are in the trace once the host noticed that they are done, which may be later"
 DRAIN = "the stand-in's host waits at the end for collectives whose peer has gone"
 
 DIFFERENT = {
@@ -16,6 +17,7 @@ DIFFERENT = {
     "test_one_backward_that_moves_between_threads_is_reduced": THREADS,
     "test_over_a_process_group_gradients_travel_in_16_bits_too": CPU_WIRE,
     "test_the_slots_behind_an_unused_one_do_not_wait_for_the_end_of_backward": CPU_PACK,
+    "test_half_as_many_bytes_travel": TRACE,
     "test_an_interrupt_while_an_operation_is_started_ends_every_rank": CPU_WIRE,
     "test_a_wrapper_that_is_dropped_fails_the_peers_that_train_on": DRAIN,
 }
