@@ -3,6 +3,7 @@
 import ctypes
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -122,7 +123,7 @@ def test_a_group_on_one_rank_and_single_calls_on_another_are_different():
 
 
 def test_two_threads_at_once(alone, comm):
-    alone.nccl.script("block launch=0 ms=300")
+    alone.nccl.script("block launch=0 ms=2000")
     x = ones(alone)
 
     def launch():
@@ -132,8 +133,8 @@ def test_two_threads_at_once(alone, comm):
     thread = threading.Thread(target=launch)
     thread.start()
     while alone.control.calls("ncclAllReduce") == 0:
-        pass
-    threading.Event().wait(0.05)
+        time.sleep(0.001)
+    time.sleep(0.05)
     alone.nccl.script("")
     alone.nccl.all_reduce(x, x, "sum", comm, alone.stream)
     thread.join()
