@@ -84,7 +84,7 @@ def test_a_delayed_collective_completes_later(script):
     results = run(2, body, script=script)
     assert [value for value, _ in results] == [4.0, 4.0]
     if "ms=" in script:
-        assert min(seconds for _, seconds in results) > 0.19
+        assert max(seconds for _, seconds in results) > 0.19  # of the delayed rank, whenever the other began
 
 
 def test_an_asynchronous_error_is_seen_by_polling_and_the_collective_never_completes():
@@ -252,7 +252,7 @@ def test_a_rank_that_comes_late():
         it.nccl.call("ncclCommDestroy", comm)
         return time.monotonic() - begin
 
-    assert min(run(2, body, script="init_hang rank=1 ms=200")) > 0.19
+    assert max(run(2, body, script="init_hang rank=1 ms=200")) > 0.19
 
 
 def test_a_unique_id_whose_process_is_gone():
