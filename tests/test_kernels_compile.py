@@ -109,7 +109,7 @@ def test_the_host_compiler_takes_the_kernels_without_a_warning(tmp_path):
     if compiler is None:
         pytest.skip("a C++ compiler is not here")
     flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Wshadow", "-Wno-unknown-pragmas", "-Werror"]
-    source = vendor.ROOT / "tests/fake_cuda/host_kernels.cpp"
+    source = vendor.ROOT / "tests/fake_cuda/driver/host_kernels.cpp"
     out = str(tmp_path / "kernels.o")
     command = [compiler, *flags, f"-I{vendor.ROOT / 'csrc'}", "-c", str(source), "-o", out]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=250)

@@ -16,7 +16,7 @@
 #include "core/error.h"
 #include "cuda/codec_args.h"
 #include "cuda/kernel_name.h"
-#include "fake_cuda/host_kernels.h"
+#include "fake_cuda/driver/host_kernels.h"
 #include "kernels/codec.h"
 
 namespace gpucomm {

@@ -6,11 +6,11 @@
 #include <string>
 #include <vector>
 
-#include "control.h"
 #include "cuda/codec_args.h"
 #include "cuda/cuda_api.h"
 #include "cuda/device.h"
 #include "cuda/stream_cuda.h"
+#include "fake_cuda/driver/control.h"
 
 namespace gpucomm::cuda {
 namespace {

@@ -6,9 +6,9 @@
 #include <thread>
 #include <vector>
 
-#include "control.h"
 #include "cuda/cuda_api.h"
-#include "fake_nccl_control.h"
+#include "fake_cuda/driver/control.h"
+#include "fake_cuda/nccl/control.h"
 #include "nccl/nccl_api.h"
 
 namespace gpucomm::nccl {

@@ -16,13 +16,13 @@
 #include <thread>
 #include <vector>
 
-#include "control.h"
 #include "cuda/codec_cuda.h"
 #include "cuda/cuda_api.h"
 #include "cuda/device.h"
 #include "cuda/kernel_image.h"
 #include "cuda/stream_cuda.h"
 #include "engine/engine.h"
+#include "fake_cuda/driver/control.h"
 #include "nccl/nccl_api.h"
 #include "transport/transport_loopback.h"
 #include "transport/transport_nccl.h"

@@ -121,7 +121,7 @@ class Nccl:
         self.library.fake_nccl_reset()
 
     def script(self, text: str) -> None:
-        """See fake_nccl_control.h; replaces the one before."""
+        """See nccl/control.h; replaces the one before."""
         fault = self.library.fake_nccl_script(text.encode())
         if fault is not None:
             raise ValueError(fault.decode())
