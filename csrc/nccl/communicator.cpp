@@ -195,7 +195,7 @@ Result Communicator::settle(Result result) {
   return result;
 }
 
-void Communicator::call(const std::string& what, const std::function<Result(Comm)>& body) {
+void Communicator::call(const Text& what, const std::function<Result(Comm)>& body) {
   check_failure();
   Result result = kSuccess;
   {
@@ -208,13 +208,13 @@ void Communicator::call(const std::string& what, const std::function<Result(Comm
   check_failure();
   if (result == kSuccess) return;
   // NCCL checks arguments before it does anything, and says so.
-  const CommError failure = failure_of(options_, result, what, comm_);
+  const CommError failure = failure_of(options_, result, what(), comm_);
   if (result == kInvalidArgument) throw UsageError(failure.what());
   fail(std::make_exception_ptr(failure));
   throw failure;
 }
 
-void Communicator::watch(const std::string& what, cuda::StreamHandle stream) {
+void Communicator::watch(const Text& what, cuda::StreamHandle stream) {
   const cuda::Api& api = options_.device->api();
   const cuda::Current current(api, options_.device->context());
   cuda::CaptureStatus status = cuda::kCaptureNone;
@@ -222,16 +222,17 @@ void Communicator::watch(const std::string& what, cuda::StreamHandle stream) {
   if (status != cuda::kCaptureNone) return;
   const std::lock_guard lock(mutex_);
   if (ended_) return;
-  if (free_events_.empty()) {
+  if (free_.empty()) {
     cuda::EventHandle made = nullptr;
     options_.device->check(api.event_create(&made, cuda::kEventDisableTiming), "cuEventCreate");
     events_.push_back(made);
-    free_events_.push_back(made);
+    free_.push_back({.event = made, .what = nullptr, .since = {}});
   }
-  const cuda::EventHandle event = free_events_.back();
-  options_.device->check(api.event_record(event, stream), "cuEventRecord");
-  free_events_.pop_back();
-  in_flight_.push_back({event, what, Clock::now()});
+  InFlight& work = free_.front();
+  options_.device->check(api.event_record(work.event, stream), "cuEventRecord");
+  work.what = what;
+  work.since = Clock::now();
+  in_flight_.splice(in_flight_.end(), free_, free_.begin());
 }
 
 void Communicator::check_failure() {
@@ -259,7 +260,7 @@ void Communicator::end(bool abort) noexcept {
     for (const InFlight& work : in_flight_) ending.outstanding.push_back(work.event);
     ending.until = Clock::now() + std::chrono::duration_cast<Clock::duration>(seconds(options_.timeout_s));
     in_flight_.clear();
-    free_events_.clear();
+    free_.clear();
     events_.clear();
     ending_ = Background::start(std::move(ending), [](Ending& owned) { end_now(owned); });
   } catch (const std::system_error&) {
@@ -303,12 +304,12 @@ void Communicator::look() {
   const std::lock_guard lock(mutex_);
   retire_completed();
   if (in_flight_.empty() || Clock::now() - in_flight_.front().since <= longest) return;
-  throw CommTimeout({}, options_.timeout_s, in_flight_.front().what + " (" + where(options_) + ")");
+  throw CommTimeout({}, options_.timeout_s, in_flight_.front().what() + " (" + where(options_) + ")");
 }
 
 std::string Communicator::oldest_in_flight(const std::string& otherwise) {
   const std::lock_guard lock(mutex_);
-  return in_flight_.empty() ? otherwise : in_flight_.front().what;
+  return in_flight_.empty() ? otherwise : in_flight_.front().what();
 }
 
 // A collective could have begun once the one before it was complete.
@@ -317,8 +318,7 @@ void Communicator::retire_completed() {
     const cuda::Result result = options_.device->api().event_query(in_flight_.front().event);
     if (result == cuda::kNotReady) return;
     options_.device->check(result, "cuEventQuery");
-    free_events_.push_back(in_flight_.front().event);
-    in_flight_.pop_front();
+    free_.splice(free_.begin(), in_flight_, in_flight_.begin());
     if (!in_flight_.empty()) in_flight_.front().since = std::max(in_flight_.front().since, Clock::now());
   }
 }
