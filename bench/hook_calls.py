@@ -15,14 +15,19 @@ def empty_hook() -> Callable[[torch.Tensor], None]:
 
 
 class HookCalls:
-    """calls: hooks, each with its parameter."""
+    """calls: hooks, each with its parameter.
+
+    Gradients are kept here too, so that a hook that takes one out of `.grad` does not free it: without the hook zero_grad
+    would, and what that costs depends on malloc's past.
+    """
 
     def __init__(self, calls: list[tuple[Callable[[torch.Tensor], None], nn.Parameter]]):
         self._calls = calls
+        self._grads = [torch.ones_like(param) for _, param in calls]
 
     def prepare(self) -> None:
-        for _, param in self._calls:
-            param.grad = torch.ones_like(param)
+        for (_, param), grad in zip(self._calls, self._grads, strict=True):
+            param.grad = grad
 
     def run(self) -> None:
         for hook, param in self._calls:
