@@ -1,6 +1,6 @@
 """The extension module: the torch-free engine. Private to the package."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 isa: str  # instruction set of the kernels in use: "baseline", "avx2", "avx512"
@@ -70,6 +70,7 @@ class GpuDevice:
 
 class CudaStream(Stream):
     def __init__(self, device: GpuDevice) -> None: ...
+    def synchronize(self) -> None: ...
     @property
     def handle(self) -> int: ...
 
@@ -114,12 +115,13 @@ class NcclTransport(Transport):
         timeout_s: float,
         global_ranks: Sequence[int] = (),
         name: str = "",
-        min_ctas: int = 0,
-        max_ctas: int = 0,
-        cga_cluster_size: int = 0,
-        blocking: bool = True,
+        config: Mapping[str, int] = ...,
+        net_name: str = "",
     ) -> None: ...
     def check_failure(self) -> None: ...
+    def clear(self, memory: Memory) -> None: ...
+    def register_memory(self, memory: Memory, symmetric: bool) -> bool: ...
+    def deregister_memory(self, memory: Memory) -> None: ...
 
 class LoopbackTransport(Transport):
     def __init__(self, size: int, latency_s: float = 0.0, bytes_per_s: float = ...) -> None: ...

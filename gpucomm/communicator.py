@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from gpucomm import _core, cuda
 from gpucomm.gpus import Gpus, connect
+from gpucomm.nccl_options import NcclOptions
 from gpucomm.transport import Transport, flat_tensor
 from gpucomm.world import Exchange, World, withdrawing
 
@@ -43,6 +44,7 @@ class Communicator(_core.CommunicatorBase):
             Transport.
         timeout: timedelta or seconds after which a wait raises CommTimeout naming the missing ranks; default: the
             group's.
+        nccl_options: an NcclOptions, with transport "nccl". register_buffers is for DistributedDataParallel alone.
 
     Raises:
         TransportUnavailable: a transport asked for by name cannot serve this group; on every rank.
@@ -55,11 +57,14 @@ class Communicator(_core.CommunicatorBase):
         group: dist.ProcessGroup | None = None,
         transport: str | Transport = "auto",
         timeout: timedelta | float | None = None,
+        nccl_options: NcclOptions | None = None,
     ) -> None:
         with withdrawing(group):
             world = World.of(group, timeout, transport)
+            if nccl_options is not None and world.transport != "nccl":
+                raise ValueError(f"nccl_options beside transport={world.transport!r}, which is not NCCL's")
         exchange = world.meet()
-        gpus = gpus_of(world, exchange)
+        gpus = gpus_of(world, exchange, nccl_options)
         self._join(world.connect(exchange), _core.InlineStream(), gpus)
 
     def _join(self, transport: _core.Transport, stream: _core.Stream, gpus: "Gpus | None" = None) -> None:
@@ -131,9 +136,9 @@ class Communicator(_core.CommunicatorBase):
         self.close()
 
 
-def gpus_of(world: World, exchange: Exchange) -> Gpus | None:
+def gpus_of(world: World, exchange: Exchange, options: NcclOptions | None = None) -> Gpus | None:
     """The GPU that the program has chosen, connected with its peers' by NCCL, if that was asked for; collective."""
     if world.transport != "nccl":
         return None
     ordinal = cuda.gpu.current_device()
-    return connect(world, exchange, -1 if ordinal is None else ordinal)
+    return connect(world, exchange, -1 if ordinal is None else ordinal, options)

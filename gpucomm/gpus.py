@@ -9,6 +9,7 @@ import torch
 
 from gpucomm import _core, cuda, libraries
 from gpucomm.errors import CommError, TransportUnavailable
+from gpucomm.nccl_options import NcclOptions
 from gpucomm.world import Settings, World, kernel_cache_folder, shares_gpus
 
 
@@ -21,30 +22,21 @@ class Gpus:
     kernels: _core.CudaKernels
     transport: _core.NcclTransport
     current_stream: Callable[[], int]
+    options: NcclOptions
 
     def codec(self) -> _core.CudaCodec:
         return _core.CudaCodec(self.kernels, self.stream)
 
 
-@dataclass(frozen=True)
-class NcclLimits:
-    """How much of a GPU NCCL may take; 0: its own choice. See NCCL's documentation of ncclConfig_t."""
-
-    min_ctas: int = 0
-    max_ctas: int = 0
-    cga_cluster_size: int = 0
-    blocking: bool = True
-
-
 def connect(
-    world: World, exchange: Callable[[bytes], list[bytes]], ordinal: int, limits: NcclLimits | None = None
+    world: World, exchange: Callable[[bytes], list[bytes]], ordinal: int, options: NcclOptions | None = None
 ) -> Gpus:
     """Collective over the group; blocks until all ranks have come.
 
     Raises TransportUnavailable on every rank if one of them has no driver, no NCCL, another version of it than the
-    others, or a GPU that another rank has too; CommTimeout, CommError from NCCL's own initialisation.
+    others, other options, or a GPU that another rank has too; CommTimeout, CommError from NCCL's own initialisation.
     """
-    limits = limits or NcclLimits()
+    options = options or NcclOptions()
     mine: dict[str, object] = {}
     parts = None
     try:
@@ -54,7 +46,7 @@ def connect(
         kernels = _core.CudaKernels(device, libraries.nvrtc_wheels(), kernel_cache_folder())
         parts = device, _core.CudaStream(device), kernels
         mine = {"version": nccl["version_text"], "host": socket.gethostname(), "gpu": device.pci_bus_id}
-        mine |= {"text": device.text, "shares": shares_gpus()}
+        mine |= {"text": device.text, "shares": shares_gpus(), "options": options.facts()}
         if world.rank == 0:
             mine["id"] = _core.nccl_unique_id().hex()
     except (CommError, ValueError) as error:
@@ -72,12 +64,10 @@ def connect(
         world.timeout_s,
         world.global_ranks,
         f"gpucomm {world.group.group_name}",
-        limits.min_ctas,
-        limits.max_ctas,
-        limits.cga_cluster_size,
-        limits.blocking,
+        options.config(),
+        options.net_name or "",
     )
-    return Gpus(device, stream, kernels, transport, cuda.gpu.current_stream(ordinal))
+    return Gpus(device, stream, kernels, transport, cuda.gpu.current_stream(ordinal), options)
 
 
 def _check(everybody: list[dict], global_ranks: list[int]) -> None:
@@ -91,6 +81,10 @@ def _check(everybody: list[dict], global_ranks: list[int]) -> None:
             raise TransportUnavailable(
                 f"NCCL is {first['version']} on rank {global_ranks[0]} and {facts['version']} on rank {rank}: install "
                 "the same on all ranks"
+            )
+        if facts["options"] != first["options"]:
+            raise TransportUnavailable(
+                f"nccl_options differ: {first['options']} on rank {global_ranks[0]}, {facts['options']} on rank {rank}"
             )
     seen: dict[tuple[str, str], int] = {}
     for rank, facts in zip(global_ranks, everybody, strict=True):

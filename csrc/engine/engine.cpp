@@ -78,10 +78,9 @@ void Engine::replace_memory(size_t index, Memory memory) {
   GPUCOMM_ASSERT(memory.bytes >= bucket.numel * size_of(bucket.dtype), "bucket " + std::to_string(index));
   for (int32_t parameter : bucket.parameters) {
     Slot& slot = slots_[static_cast<size_t>(parameter)];
-    const bool stays = slot.grad_dtype == slot.dtype;
     slot.address =
         static_cast<std::byte*>(memory.address) + (slot.address - static_cast<const std::byte*>(bucket.memory.address));
-    if (stays) slot.grad = slot.address;
+    if (!slot.unpacks) slot.grad = slot.address;
   }
   bucket.memory = std::move(memory);
   if (parts_.bucket_codec) parts_.bucket_codec->move_bucket(index, bucket.memory.address);
@@ -90,9 +89,10 @@ void Engine::replace_memory(size_t index, Memory memory) {
 void Engine::unpack_to(int32_t parameter, void* grad, DType grad_dtype) {
   GPUCOMM_ASSERT(mode_ == Mode::kIdle, "unpack_to inside a backward");
   Slot& slot = slots_.at(static_cast<size_t>(parameter));
-  GPUCOMM_ASSERT(slot.bucket >= 0 && grad_dtype != slot.dtype, "parameter " + std::to_string(parameter));
+  GPUCOMM_ASSERT(slot.bucket >= 0, "parameter " + std::to_string(parameter));
   Bucket& bucket = bucket_of(slot);
-  if (slot.grad_dtype != slot.dtype) bucket.unpacked_bytes -= slot.numel * size_of(slot.grad_dtype);
+  if (slot.unpacks) bucket.unpacked_bytes -= slot.numel * size_of(slot.grad_dtype);
+  slot.unpacks = true;
   slot.grad = static_cast<std::byte*>(grad);
   slot.grad_dtype = grad_dtype;
   bucket.unpacked_bytes += slot.numel * size_of(grad_dtype);
@@ -352,7 +352,7 @@ void Engine::unpack(size_t index) {
   if (parts_.bucket_codec) {
     for (size_t i = 0; i < bucket.parameters.size(); ++i) {
       const Slot& slot = slots_[static_cast<size_t>(bucket.parameters[i])];
-      bucket.grads[i] = slot.grad_dtype == slot.dtype ? GradPointer{} : GradPointer{slot.grad, slot.grad_dtype};
+      bucket.grads[i] = slot.unpacks ? GradPointer{slot.grad, slot.grad_dtype} : GradPointer{};
     }
     parts_.bucket_codec->unpack(index, bucket.grads, *parts_.stream);
   } else {
@@ -365,7 +365,7 @@ void Engine::unpack(size_t index) {
 void Engine::unpack_slots(const Bucket& bucket) {
   for (int32_t parameter : bucket.parameters) {
     const Slot& slot = slots_[static_cast<size_t>(parameter)];
-    if (slot.grad_dtype == slot.dtype) continue;
+    if (!slot.unpacks) continue;
     parts_.codec->unpack(slot.grad, slot.grad_dtype, slot.address, slot.dtype, slot.numel, 1.0);
   }
 }

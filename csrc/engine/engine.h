@@ -82,9 +82,8 @@ class Engine {
   void set_plan(std::vector<BucketSpec> buckets, uint64_t layout_hash);
   // Moves one bucket to other memory of the same size. Only between iterations.
   void replace_memory(size_t bucket, Memory memory);
-  // Has the gradient of a parameter unpacked to `grad` (numel elements, of another dtype than the slot's) once it is
-  // reduced. The memory stays the caller's, alive until the next call for this parameter or the next set_plan(). Only
-  // between iterations.
+  // Has the gradient of a parameter unpacked to `grad` (numel elements) once it is reduced. The memory stays the
+  // caller's, alive until the next call for this parameter or the next set_plan(). Only between iterations.
   void unpack_to(int32_t parameter, void* grad, DType grad_dtype);
 
   // From now on buckets are not reduced by the transport but given to `take`: whole, in plan order, undivided. What it

@@ -32,6 +32,7 @@ from gpucomm.reduction.comm_hooks import CommHooks, Hook, HookNotes
 from gpucomm.reduction.completion import Completion
 from gpucomm.reduction.engine import make_engine
 from gpucomm.reduction.hooks import Hooks
+from gpucomm.reduction.layout.arena import make_arena
 from gpucomm.reduction.layout.buckets import BucketMemory, BucketPlan
 from gpucomm.reduction.layout.grads import kept_grads
 from gpucomm.reduction.layout.local import local_grad
@@ -89,7 +90,7 @@ class Reducer:
         self.slots = Slots(
             self.params,
             self.engine,
-            gpus.transport if gpus else transport,
+            make_arena(transport, comm, gpus),
             caps,
             plan,
             wire or Wire(),
