@@ -4,6 +4,7 @@ import json
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -24,7 +25,9 @@ class Gpus:
     current_stream: Callable[[], int]
     options: NcclOptions
 
+    @cached_property
     def codec(self) -> _core.CudaCodec:
+        """Of one wrapper's buckets."""
         return _core.CudaCodec(self.kernels, self.stream)
 
 

@@ -95,6 +95,9 @@ void bind_gpu(py::module_& module) {
            }),
            py::arg("device"))
       .def(
+          "follow", [](CudaStream& s, uintptr_t stream) { s.follow({reinterpret_cast<void*>(stream)}); },
+          py::arg("stream"), "orders what is enqueued here after what is enqueued there by now")
+      .def(
           "synchronize", [](CudaStream& s) { s.synchronize(s.record()); }, "the host waits for all of its work")
       .def_property_readonly("handle", [](const CudaStream& s) { return reinterpret_cast<uintptr_t>(s.handle()); });
 
@@ -107,7 +110,14 @@ void bind_gpu(py::module_& module) {
       .def(py::init([](std::shared_ptr<CudaKernels> kernels, std::shared_ptr<CudaStream> stream) {
              return std::make_shared<CudaCodec>(std::move(kernels), std::move(stream));
            }),
-           py::arg("kernels"), py::arg("stream"));
+           py::arg("kernels"), py::arg("stream"))
+      .def_property_readonly(
+          "squared_norm",
+          [](const CudaCodec& codec) {
+            const auto& norm = codec.squared_norm();
+            return Memory{norm, norm->as<void>(), norm->bytes(), codec.device()->ordinal()};
+          },
+          "a float: of the buckets as they were reduced, see Engine.set_measure_norm");
 
   py::class_<NcclTransport, Transport, std::shared_ptr<NcclTransport>>(module, "NcclTransport")
       .def(py::init(&make_transport), py::arg("device"), py::arg("kernels"), py::arg("rank"), py::arg("size"),

@@ -133,6 +133,10 @@ class Engine {
   // With packs_buckets() that waits for the device, finish() begins anew, and of a bucket only the first slot counts.
   int32_t nonfinite_parameter();
 
+  // With packs_buckets(): whether each bucket's squares are summed up once it is reduced, with the codec. What the sum
+  // is then, and read from it, is ordered as the means are.
+  void set_measure_norm(bool measure);
+
   // The gradient cannot go through its slot (a second gradient after packing, no slot, another dtype): asks all ranks
   // for a second round on this parameter.
   void request_second_round(int32_t parameter);
@@ -209,6 +213,8 @@ class Engine {
   Event last_reduced_;              // of that iteration
   std::vector<int32_t> releasing_;  // scratch of pack_bucket()
   bool check_finite_ = false;
+  bool measures_norm_ = false;
+  bool has_new_memory_ = false;  // since the last iteration
 
   Mode mode_ = Mode::kIdle;
   bool by_hand_ = false;

@@ -286,6 +286,25 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
 
     # ---- are the replicas equal
 
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """torch.nn.utils.clip_grad_norm_ on the module's parameters, bucket by bucket instead of tensor by tensor; the
+        same on every rank. On a GPU the host does not wait, and from the second iteration on the 2-norm was summed up
+        beside backward.
+
+        Returns the norm of all gradients together, before clipping, on their device: float32, float64 if one of them
+        is. Gradients that a program has put elsewhere, complex ones and distributed tensors go torch's way. Raises
+        RuntimeError for a norm that is not finite, if asked to, which waits for it.
+        """
+        total = None
+        if not self.parameters_to_ignore - set(self._reduction.names):
+            total = self._reduction.norm.clip(float(max_norm), float(norm_type), error_if_nonfinite)
+        if total is not None:
+            return total
+        return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type, error_if_nonfinite)
+
     def audit(self) -> AuditReport:
         """Compares the replicas on all ranks bit for bit, by checksums, and returns what was compared; collective.
 

@@ -239,10 +239,15 @@ class BucketMemory:
         for parameter in members:
             starts.append(end)
             end += -(-specs[parameter].numel // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        flat = torch.empty(end, dtype=dtype, device=self.flat.device)
+        flat = torch.zeros(end, dtype=dtype, device=self.flat.device)
         for parameter, start in zip(members, starts, strict=True):
             self.views[parameter] = specs[parameter].view(flat.untyped_storage(), start)
         self._unpacked_flats.append(flat)
+
+    @property
+    def gradient_flats(self) -> list[torch.Tensor]:
+        """All gradients of the bucket, with zeros between them."""
+        return [self.flat] if self.in_slots else self._unpacked_flats
 
     def scale(self, factor: float) -> None:
         """Multiplies the gradients, where they lie."""
