@@ -5,13 +5,14 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from gpucomm import _core, cuda, libraries
 from gpucomm.errors import CommError, TransportUnavailable
 from gpucomm.nccl_options import NcclOptions
-from gpucomm.world import Settings, World, kernel_cache_folder, shares_gpus
+from gpucomm.world import Exchange, Settings, World, kernel_cache_folder, shares_gpus
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,29 @@ class Gpus:
         return _core.CudaCodec(self.kernels, self.stream)
 
 
+@dataclass(frozen=True)
+class Shrinking:
+    """What a smaller group comes from. gpus: of the larger one; excluded: its ranks that are not in the smaller one."""
+
+    gpus: Gpus
+    excluded: list[int]
+
+    def is_possible(self) -> bool:
+        """Whether NCCL can make the communicator from the larger one's, which has no work under way then."""
+        if not self.gpus.transport.can_shrink:
+            return False
+        self.gpus.stream.synchronize()
+        return self.gpus.transport.can_shrink
+
+
 def connect(
-    world: World, exchange: Callable[[bytes], list[bytes]], ordinal: int, options: NcclOptions | None = None
+    world: World,
+    exchange: Exchange,
+    ordinal: int,
+    options: NcclOptions | None = None,
+    shrinking: Shrinking | None = None,
 ) -> Gpus:
-    """Collective over the group; blocks until all ranks have come.
+    """Collective over the group; blocks until all ranks have come. shrinking: if there is a larger group's.
 
     Raises TransportUnavailable on every rank if one of them has no driver, no NCCL, another version of it than the
     others, other options, or a GPU that another rank has too; CommTimeout, CommError from NCCL's own initialisation.
@@ -50,6 +70,7 @@ def connect(
         parts = device, _core.CudaStream(device), kernels
         mine = {"version": nccl["version_text"], "host": socket.gethostname(), "gpu": device.pci_bus_id}
         mine |= {"text": device.text, "shares": shares_gpus(), "options": options.facts()}
+        mine["shrinks"] = shrinking is not None and shrinking.is_possible()
         if world.rank == 0:
             mine["id"] = _core.nccl_unique_id().hex()
     except (CommError, ValueError) as error:
@@ -58,6 +79,9 @@ def connect(
     _check(everybody, world.global_ranks)
     assert parts is not None
     device, stream, kernels = parts
+    parent: dict[str, Any] = {}
+    if shrinking is not None and all(facts["shrinks"] for facts in everybody):
+        parent = {"parent": shrinking.gpus.transport, "excluded": shrinking.excluded}
     transport = _core.NcclTransport(
         device,
         kernels,
@@ -69,6 +93,7 @@ def connect(
         f"gpucomm {world.group.group_name}",
         options.config(),
         options.net_name or "",
+        **parent,
     )
     return Gpus(device, stream, kernels, transport, cuda.gpu.current_stream(ordinal), options)
 

@@ -57,7 +57,8 @@ int nccl::Config::* config_field(const std::string& name) {
 std::shared_ptr<NcclTransport> make_transport(std::shared_ptr<GpuDevice> device, std::shared_ptr<CudaKernels> kernels,
                                               int rank, int size, const std::string& unique_id, double timeout_s,
                                               std::vector<int> global_ranks, std::string name,
-                                              const std::map<std::string, int>& config, const std::string& net_name) {
+                                              const std::map<std::string, int>& config, const std::string& net_name,
+                                              std::shared_ptr<NcclTransport> parent, std::vector<int> excluded) {
   NcclOptions options;
   options.rank = rank;
   options.size = size;
@@ -71,6 +72,8 @@ std::shared_ptr<NcclTransport> make_transport(std::shared_ptr<GpuDevice> device,
   options.name = std::move(name);
   for (const auto& [field, value] : config) options.config.*config_field(field) = value;
   options.net_name = net_name;
+  options.parent = std::move(parent);
+  options.excluded = std::move(excluded);
   options.scale = [kernels = std::move(kernels)](void* memory, DType dtype, size_t numel, double factor,
                                                  cuda::StreamHandle stream) {
     kernels->scale(memory, dtype, numel, factor, stream);
@@ -122,7 +125,9 @@ void bind_gpu(py::module_& module) {
   py::class_<NcclTransport, Transport, std::shared_ptr<NcclTransport>>(module, "NcclTransport")
       .def(py::init(&make_transport), py::arg("device"), py::arg("kernels"), py::arg("rank"), py::arg("size"),
            py::arg("unique_id"), py::arg("timeout_s"), py::arg("global_ranks") = std::vector<int>(),
-           py::arg("name") = "", py::arg("config") = std::map<std::string, int>(), py::arg("net_name") = "")
+           py::arg("name") = "", py::arg("config") = std::map<std::string, int>(), py::arg("net_name") = "",
+           py::arg("parent") = nullptr, py::arg("excluded") = std::vector<int>())
+      .def_property_readonly("can_shrink", &NcclTransport::can_shrink)
       .def("register_memory", &NcclTransport::register_memory, py::arg("memory"), py::arg("symmetric"),
            py::call_guard<py::gil_scoped_release>(), "collective where symmetric; False: not to be had on this rank")
       .def("clear", &NcclTransport::clear, py::arg("memory"), "fills memory with zeros; waits for the device")

@@ -139,6 +139,17 @@ struct Init {
   }
 };
 
+Result make_now(CommunicatorOptions& options, Comm* comm) {
+  if (!options.parent)
+    return options.api->comm_init_rank_config(comm, options.size, options.id, options.rank, &options.config);
+  options.parent->call("making a smaller communicator", [&](Comm parent) {
+    return options.api->comm_shrink(parent, options.excluded.data(), static_cast<int>(options.excluded.size()), comm,
+                                    &options.config, kShrinkDefault);
+  });
+  options.parent.reset();
+  return options.config.blocking == 0 ? kInProgress : kSuccess;
+}
+
 void init_now(CommunicatorOptions& options, const std::shared_ptr<Init>& init) {
   Comm comm = nullptr;
   std::exception_ptr failure;
@@ -146,7 +157,7 @@ void init_now(CommunicatorOptions& options, const std::shared_ptr<Init>& init) {
     const cuda::Current current(options.device->api(), options.device->context());
     options.config.comm_name = options.name.empty() ? nullptr : options.name.c_str();
     options.config.net_name = options.net_name.empty() ? nullptr : options.net_name.c_str();
-    Result result = options.api->comm_init_rank_config(&comm, options.size, options.id, options.rank, &options.config);
+    Result result = make_now(options, &comm);
     while (result == kInProgress && !init->is_given_up()) {
       std::this_thread::sleep_for(1ms);
       check(*options.api, options.api->comm_get_async_error(comm, &result), "ncclCommGetAsyncError", comm);

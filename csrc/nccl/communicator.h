@@ -25,6 +25,8 @@
 
 namespace gpucomm::nccl {
 
+class Communicator;
+
 struct CommunicatorOptions {
   std::shared_ptr<const Api> api;
   std::shared_ptr<const cuda::GpuDevice> device;
@@ -36,6 +38,10 @@ struct CommunicatorOptions {
   std::string net_name;  // of NCCL's network module; empty: its choice
   Config config;
   Embedder* embedder = nullptr;
+  // Made of this one's ranks but those excluded (their ranks there), without `id`: for NCCL from 2.27.3 on, of one that
+  // works and has no work under way.
+  std::shared_ptr<Communicator> parent = nullptr;
+  std::vector<int> excluded = {};
 };
 
 // Memory that NCCL knows of: by a window, or by a plain handle.
@@ -65,6 +71,7 @@ class Communicator {
   bool register_memory(std::shared_ptr<void> memory, size_t bytes, bool symmetric);
   // Takes it back; no work on it may be under way. Nothing if it is not registered.
   void deregister_memory(const void* memory);
+  bool has_failed() const { return failed_.load(std::memory_order_acquire); }  // partner: the store in fail()
   // Throws the failure that is known, if any.
   void check_failure();
   // Ends everything that is under way; every later call throws. Does not block. Idempotent.

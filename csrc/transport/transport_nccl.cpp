@@ -22,7 +22,9 @@ nccl::CommunicatorOptions communicator_options(const NcclOptions& options) {
           .name = options.name,
           .net_name = options.net_name,
           .config = config,
-          .embedder = options.embedder};
+          .embedder = options.embedder,
+          .parent = options.parent ? options.parent->communicator() : nullptr,
+          .excluded = options.excluded};
 }
 
 nccl::RedOp op_of(const Collective& collective) {
@@ -52,6 +54,7 @@ std::string text_of(const Collective& c) {
 NcclTransport::NcclTransport(NcclOptions options)
     : Transport(options.rank, options.size, options.global_ranks), options_(std::move(options)) {
   comm_ = nccl::Communicator::make(communicator_options(options_));
+  options_.parent.reset();
 }
 
 NcclTransport::~NcclTransport() = default;
@@ -143,6 +146,8 @@ void NcclTransport::enqueue(const Collective& c, cuda::StreamHandle stream) {
 void NcclTransport::abort(const std::string& reason) noexcept {
   comm_->fail(std::make_exception_ptr(CommError("this rank gave up: " + reason)));
 }
+
+bool NcclTransport::can_shrink() const { return options_.nccl->comm_shrink && !comm_->has_failed(); }
 
 void NcclTransport::check_failure() { comm_->check_failure(); }
 

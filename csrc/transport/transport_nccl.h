@@ -28,6 +28,8 @@ class Communicator;
 using ScaleOnDevice =
     std::function<void(void* memory, DType dtype, size_t numel, double factor, cuda::StreamHandle stream)>;
 
+class NcclTransport;
+
 struct NcclOptions {
   int rank = 0;
   int size = 1;
@@ -43,6 +45,10 @@ struct NcclOptions {
   std::string net_name;  // of NCCL's network module; empty: its choice
   ScaleOnDevice scale;   // for averages of floating numbers; none: they are refused
   Embedder* embedder = nullptr;
+  // One of whose ranks this is to have all but `excluded`, and which can_shrink() on all of those; `id` is not looked
+  // at.
+  std::shared_ptr<NcclTransport> parent = nullptr;
+  std::vector<int> excluded = {};
 };
 
 class NcclTransport final : public Transport {
@@ -71,9 +77,12 @@ class NcclTransport final : public Transport {
   void start(const Collective& collective, Stream& stream) override;
   void abort(const std::string& reason) noexcept override;
 
+  // Whether a transport of some of its ranks can be made of it: it works, and NCCL is 2.27.3 or later.
+  bool can_shrink() const;
   // Throws what went wrong since it was looked for last, if anything did.
   void check_failure();
   const std::shared_ptr<const cuda::GpuDevice>& device() const { return options_.device; }
+  const std::shared_ptr<nccl::Communicator>& communicator() const { return comm_; }
 
  private:
   void enqueue(const Collective& collective, cuda::StreamHandle stream);
