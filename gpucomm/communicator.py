@@ -63,7 +63,7 @@ class Communicator(_core.CommunicatorBase):
             world = World.of(group, timeout, transport)
             if nccl_options is not None and world.transport != "nccl":
                 raise ValueError(f"nccl_options beside transport={world.transport!r}, which is not NCCL's")
-        self._world: World | None = None
+        self._origin: World | None = None
         self._connect(world, nccl_options)
 
     def _connect(self, world: World, options: NcclOptions | None, shrinking: Shrinking | None = None) -> None:
@@ -73,7 +73,7 @@ class Communicator(_core.CommunicatorBase):
             ordinal = cuda.gpu.current_device()
             gpus = connect(world, exchange, -1 if ordinal is None else ordinal, options, shrinking)
         self._join(world.connect(exchange), _core.InlineStream(), gpus)
-        self._world = world
+        self._origin = world
 
     def _join(self, transport: _core.Transport, stream: _core.Stream, gpus: "Gpus | None" = None) -> None:
         super().__init__(transport, stream)
@@ -92,7 +92,7 @@ class Communicator(_core.CommunicatorBase):
         gpus: for arrays on them, in the same way.
         """
         communicator = cls.__new__(cls)
-        communicator._world = None
+        communicator._origin = None
         communicator._join(transport, stream, gpus)
         return communicator
 
@@ -142,20 +142,20 @@ class Communicator(_core.CommunicatorBase):
         Raises ValueError for ranks that are none, for all of them, and for this rank; RuntimeError for a communicator
         that is closed or has no process group of its own.
         """
-        if self._world is None or self._transport is None:
+        if self._origin is None or self._transport is None:
             raise RuntimeError("shrink: this communicator is closed, or part of a DistributedDataParallel")
         gone = sorted(set(exclude))
         if not gone or gone[0] < 0 or gone[-1] >= self.world_size or self.rank in gone:
             raise ValueError(
                 f"shrink: exclude is {gone}, accepted are ranks of 0 to {self.world_size - 1} but this one, {self.rank}"
             )
-        if not isinstance(self._world.transport, str):
+        if not isinstance(self._origin.transport, str):
             raise ValueError("shrink: a transport object serves one group only; make a communicator with another")
-        stay = [rank for at, rank in enumerate(self._world.global_ranks) if at not in gone]
-        timeout = timedelta(seconds=self._world.timeout_s)
+        stay = [rank for at, rank in enumerate(self._origin.global_ranks) if at not in gone]
+        timeout = timedelta(seconds=self._origin.timeout_s)
         group = dist.new_group(stay, timeout, use_local_synchronization=True)
         with withdrawing(group):
-            world = World.of(group, timeout, self._world.transport)
+            world = World.of(group, timeout, self._origin.transport)
         made = Communicator.__new__(Communicator)
         options, shrinking = None, None
         if self._gpus is not None:
