@@ -13,6 +13,8 @@ namespace {
 constexpr auto kBetweenLooks = 20ms;
 // How long the end of a communicator may take before it is left behind; some versions of NCCL hang in abort.
 constexpr auto kLongestEnd = 5s;
+// How long work may last whose peer's process is gone.
+constexpr auto kLongestAfterwards = 1s;
 // Between two looks for signals while a wait blocks.
 constexpr auto kBetweenInterrupts = 50ms;
 constexpr auto kBetweenPolls = 20us;
@@ -355,8 +357,21 @@ void Communicator::look() {
   }
   const std::lock_guard lock(mutex_);
   retire_completed();
+  look_at_peers();
   if (in_flight_.empty() || Clock::now() - in_flight_.front().since <= longest) return;
   throw CommTimeout({}, options_.timeout_s, in_flight_.front().what + " (" + where(options_) + ")");
+}
+
+// What a process did before it ended is complete soon; what it left undone never is.
+void Communicator::look_at_peers() {
+  if (in_flight_.empty()) return;
+  for (const PeerProcess& peer : options_.peers) {
+    if (!peer.process->ended()) continue;
+    if (peer_gone_ == Clock::time_point()) peer_gone_ = Clock::now();
+    if (Clock::now() - std::max(peer_gone_, in_flight_.front().since) < kLongestAfterwards) continue;
+    throw PeerFailed(
+        peer.rank, "its process ended, and " + in_flight_.front().what + " is not complete (" + where(options_) + ")");
+  }
 }
 
 std::string Communicator::oldest_in_flight(const std::string& otherwise) {

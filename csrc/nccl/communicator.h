@@ -20,12 +20,19 @@
 
 #include "core/background.h"
 #include "core/embedder.h"
+#include "core/process_watch.h"
 #include "cuda/device.h"
 #include "nccl/nccl_api.h"
 
 namespace gpucomm::nccl {
 
 class Communicator;
+
+// A rank of the same machine, as messages number it.
+struct PeerProcess {
+  int rank;
+  std::shared_ptr<const ProcessWatch> process;
+};
 
 struct CommunicatorOptions {
   std::shared_ptr<const Api> api;
@@ -38,6 +45,8 @@ struct CommunicatorOptions {
   std::string net_name;  // of NCCL's network module; empty: its choice
   Config config;
   Embedder* embedder = nullptr;
+  // Watched: NCCL itself does not notice that a rank it reaches through memory has died.
+  std::vector<PeerProcess> peers = {};
   // Made of this one's ranks but those excluded (their ranks there), without `id`: for NCCL from 2.27.3 on, of one that
   // works and has no work under way.
   std::shared_ptr<Communicator> parent = nullptr;
@@ -94,6 +103,7 @@ class Communicator {
   void run_watcher();
   void look();
   void retire_completed();
+  void look_at_peers();
   std::string oldest_in_flight(const std::string& otherwise);
 
   CommunicatorOptions options_;
@@ -110,6 +120,7 @@ class Communicator {
   bool closing_ = false;
   std::vector<Registered> registered_;
   std::deque<InFlight> in_flight_;
+  Clock::time_point peer_gone_{};  // when a peer's process was seen to have ended
   std::vector<cuda::EventHandle> events_;
   std::vector<cuda::EventHandle> free_events_;
   std::thread watcher_;

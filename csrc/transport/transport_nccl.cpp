@@ -2,8 +2,6 @@
 
 #include <utility>
 
-#include "nccl/communicator.h"
-
 namespace gpucomm {
 
 namespace {
@@ -23,6 +21,7 @@ nccl::CommunicatorOptions communicator_options(const NcclOptions& options) {
           .net_name = options.net_name,
           .config = config,
           .embedder = options.embedder,
+          .peers = options.peers,
           .parent = options.parent ? options.parent->communicator() : nullptr,
           .excluded = options.excluded};
 }
