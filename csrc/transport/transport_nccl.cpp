@@ -44,8 +44,10 @@ nccl::RedOp op_of(const Collective& collective) {
   throw_internal("op is one of ReduceOp", std::to_string(static_cast<int>(collective.op)), __FILE__, __LINE__);
 }
 
-std::string text_of(const Collective& c) {
-  return std::string(name_of(c.kind)) + " of " + std::to_string(c.numel) + " " + std::string(name_of(c.dtype));
+nccl::Text text_of(const Collective& c) {
+  return [kind = c.kind, dtype = c.dtype, numel = c.numel] {
+    return std::string(name_of(kind)) + " of " + std::to_string(numel) + " " + std::string(name_of(dtype));
+  };
 }
 
 }  // namespace
@@ -113,7 +115,7 @@ void NcclTransport::start(const Collective& collective, Stream& stream) {
   const bool averages =
       collective.op == ReduceOp::kAvg && is_floating(collective.dtype) &&
       (collective.kind == CollectiveKind::kAllReduce || collective.kind == CollectiveKind::kReduceScatter);
-  if (averages && !options_.scale) throw UsageError(text_of(collective) + ": no average without kernels");
+  if (averages && !options_.scale) throw UsageError(text_of(collective)() + ": no average without kernels");
   enqueue(collective, on->handle());
   if (averages) {
     options_.scale(collective.out, collective.dtype, collective.numel, 1.0 / size(), on->handle());
@@ -123,8 +125,8 @@ void NcclTransport::start(const Collective& collective, Stream& stream) {
 void NcclTransport::enqueue(const Collective& c, cuda::StreamHandle stream) {
   const nccl::Api& api = *options_.nccl;
   const nccl::DataType type = nccl::type_of(c.dtype);
-  const std::string what = text_of(c);
-  comm_->call(what, [&](nccl::Comm comm) -> nccl::Result {
+  const nccl::Text what = text_of(c);
+  const auto body = [&](nccl::Comm comm) -> nccl::Result {
     switch (c.kind) {
       case CollectiveKind::kAllReduce:
         return api.all_reduce(c.in, c.out, c.numel, type, op_of(c), comm, stream);
@@ -138,7 +140,8 @@ void NcclTransport::enqueue(const Collective& c, cuda::StreamHandle stream) {
         break;
     }
     return nccl::kInvalidUsage;
-  });
+  };
+  comm_->call(what, std::cref(body));
   comm_->watch(what, stream);
 }
 
