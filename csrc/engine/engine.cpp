@@ -336,7 +336,8 @@ bool Engine::launch_next_piece(Bucket& bucket) {
                            .numel = end - bucket.launched,
                            .scale = is_floating(bucket.dtype) ? reduce_scale_ : 1.0,
                            .in = address,
-                           .out = address},
+                           .out = address,
+                           .bucket = static_cast<int32_t>(&bucket - buckets_.data())},
                           *parts_.stream);
   bucket.launched = end;
   if (end < bucket.numel) return true;

@@ -1,5 +1,7 @@
 #include "nccl/communicator.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -38,7 +40,9 @@ std::string advice(Result result) {
 }
 
 std::string where(const CommunicatorOptions& options) {
-  return "rank " + std::to_string(options.rank) + " of " + std::to_string(options.size) + ", " +
+  char host[256] = "";
+  gethostname(host, sizeof host - 1);
+  return "rank " + std::to_string(options.rank) + " of " + std::to_string(options.size) + " on " + host + ", " +
          options.device->text() + ", NCCL " + version_text(options.api->version);
 }
 

@@ -45,8 +45,9 @@ nccl::RedOp op_of(const Collective& collective) {
 }
 
 nccl::Text text_of(const Collective& c) {
-  return [kind = c.kind, dtype = c.dtype, numel = c.numel] {
-    return std::string(name_of(kind)) + " of " + std::to_string(numel) + " " + std::string(name_of(dtype));
+  return [kind = c.kind, dtype = c.dtype, bucket = c.bucket, numel = c.numel] {
+    const std::string what = bucket < 0 ? "" : "bucket " + std::to_string(bucket) + ", ";
+    return std::string(name_of(kind)) + " of " + what + std::to_string(numel) + " " + std::string(name_of(dtype));
   };
 }
 
