@@ -17,8 +17,8 @@ def empty_hook() -> Callable[[torch.Tensor], None]:
 class HookCalls:
     """calls: hooks, each with its parameter.
 
-    Gradients are kept here too, so that a hook that takes one out of `.grad` does not free it: without the hook zero_grad
-    would, and what that costs depends on malloc's past.
+    Gradients are kept here too, so that a hook that takes one out of `.grad` does not free it: without the hook
+    zero_grad would, and what that costs depends on malloc's past.
     """
 
     def __init__(self, calls: list[tuple[Callable[[torch.Tensor], None], nn.Parameter]]):
