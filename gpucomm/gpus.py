@@ -22,6 +22,10 @@ class Gpus:
     transport: _core.NcclTransport
     current_stream: Callable[[], int]
 
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is captured of what the program does on its stream of the moment."""
+        return self.stream.captures(self.current_stream())
+
     def codec(self) -> _core.CudaCodec:
         return _core.CudaCodec(self.kernels, self.stream)
 

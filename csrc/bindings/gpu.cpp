@@ -81,7 +81,13 @@ void bind_gpu(py::module_& module) {
              return std::make_shared<CudaStream>(std::move(device), &PythonEmbedder::instance());
            }),
            py::arg("device"))
-      .def_property_readonly("handle", [](const CudaStream& s) { return reinterpret_cast<uintptr_t>(s.handle()); });
+      .def_property_readonly("handle", [](const CudaStream& s) { return reinterpret_cast<uintptr_t>(s.handle()); })
+      .def(
+          "captures",
+          [](const CudaStream& s, uintptr_t stream) {
+            return s.captures(reinterpret_cast<cuda::StreamHandle>(stream));
+          },
+          py::arg("stream"));
 
   py::class_<CudaKernels, std::shared_ptr<CudaKernels>>(module, "CudaKernels")
       .def(py::init(&make_kernels), py::arg("device"), py::arg("nvrtc_wheels") = std::vector<std::string>(),

@@ -28,6 +28,7 @@ from gpucomm.gpus import Gpus
 from gpucomm.reduction.agreement.finite import FiniteCheck
 from gpucomm.reduction.agreement.headers import Agreement
 from gpucomm.reduction.backward import BackwardEnd, OneBackward, TwoBackwards, queue_at_outermost_end
+from gpucomm.reduction.capture import Captures
 from gpucomm.reduction.comm_hooks import CommHooks, Hook, HookNotes
 from gpucomm.reduction.completion import Completion
 from gpucomm.reduction.engine import make_engine
@@ -83,6 +84,7 @@ class Reducer:
         self.comm = comm
         self.transport = transport
         self._gpus = gpus
+        self._captures = Captures(gpus)
         self._transports = [transport, *([gpus.transport] if gpus else [])]
         self.trace = _core.Trace()
         self.engine = make_engine(self.params, transport, stream, self.trace, piece_bytes, gpus)
@@ -205,6 +207,8 @@ class Reducer:
                 "backward in a process that was forked from one whose gradients are reduced: a child cannot take its "
                 "place in the group; use the module of the wrapper in it, copied, or no_sync()"
             )
+        if self._captures.is_under_way():
+            self._captures.begin(self.slots, self.finite, self.agreement)
         if reduce:
             self._ready_slots()
         self._one_backward.note_thread()

@@ -381,6 +381,37 @@ void timeout(Problems* problems) {
   fake_drain();
 }
 
+// Graphs are captured of two iterations, between others on another stream: the first of what comes on one stream, the
+// second of two, where the bucket that is launched first is packed last and on the stream that was forked.
+void captured(Problems* problems) {
+  Rank rank;
+  const std::vector<int32_t> in_order{5, 4, 3, 2, 1, 0}, first_last{3, 2, 1, 0, 5, 4};
+  const auto iterate = [&](const cuda::CudaStream& on, const std::vector<int32_t>& parameters, bool forks) {
+    rank.program = caller_of(on);
+    rank.engine->arm();
+    if (forks) rank.order(caller_of(on), caller_of(rank.side));
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (forks && i == parameters.size() - kPerBucket) rank.program = caller_of(rank.side);
+      rank.backward(parameters[i]);
+    }
+    rank.program = caller_of(on);
+    if (forks) rank.order(caller_of(rank.side), caller_of(on));  // the end of backward, by autograd
+    rank.finish();
+    rank.step();
+  };
+  iterate(rank.side, in_order, false);
+  fake_synchronize(rank.side.handle());  // whoever captures has waited for the device
+  for (const bool forks : {false, true}) {
+    fake_begin_capture(rank.main.handle(), 0);
+    iterate(rank.main, forks ? first_last : in_order, forks);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // in which the watcher looks
+    expect(fake_end_capture(rank.main.handle()), "the capture is broken", problems);
+    fake_synchronize(rank.main.handle());
+  }
+  iterate(rank.side, in_order, false);
+  expect_means(rank, problems);
+}
+
 const std::vector<std::pair<std::string, std::function<void(Problems*)>>> scenarios = {
     {"plain", plain},
     {"two_producers", two_producers},
@@ -390,6 +421,7 @@ const std::vector<std::pair<std::string, std::function<void(Problems*)>>> scenar
     {"finite_check", finite_check},
     {"unused_and_again", unused_and_again},
     {"host_does_not_wait", host_does_not_wait},
+    {"captured", captured},
     {"timeout", timeout},
 };
 

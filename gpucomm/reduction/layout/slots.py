@@ -132,15 +132,19 @@ class Slots:
         self._distributed.pop(index, None)
         self.grads[index] = grad
 
-    def free(self) -> None:
-        """Gives buckets new memory in which somebody still keeps a gradient, so that it is never overwritten."""
+    def stale_buckets(self) -> set[int]:
+        """Those in which somebody still keeps a gradient."""
         stale_views = _core.stale_views(self._engine, self._params, self.views, self._layouts, GRAD_REFERENCES)
         stale = {self._bucket_of[i] for i in stale_views}
         stale.update(i for i, memory in enumerate(self.memories) if memory.aliased())
         for parameter, grad in self._distributed.items():
             if grad.is_kept(self._params[parameter], GRAD_REFERENCES):
                 stale.add(self._bucket_of[parameter])
-        for index in stale:
+        return stale
+
+    def free(self) -> None:
+        """Gives buckets new memory in which somebody still keeps a gradient, so that it is never overwritten."""
+        for index in self.stale_buckets():
             bucket, old = self.plan.buckets[index], self.memories[index]
             fresh = self._transport.allocate(max(bucket.nbytes, 1)) if old.in_slots else old.memory
             memory = BucketMemory(bucket, fresh, self.specs)
