@@ -59,6 +59,7 @@ class Arguments:
     nonfinite: str | None
     wire_dtype: torch.dtype | None
     audit_every: int
+    overlap: bool | None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -330,4 +331,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "device_mesh": lambda name, value: value,  # checked by group_of
     "wire_dtype": lambda name, value: check_wire_dtype(value),
     "audit_every": _interval,
+    "overlap": _optional(_flag),
 }

@@ -55,6 +55,7 @@ class Reducer:
     piece_bytes: buckets are packed and reduced in pieces of this size, 0: each as a whole.
     allow_unused, static_graph: see Usage. nonfinite: see FiniteCheck. wire: how gradients travel, see Wire.
     comm: brings the transport; collectives of the wrapper and of the engine come in one order on its stream.
+    overlap: False: buckets wait for the end of backward.
     gpus: the parameters are there; then transport and stream are what the hosts tell each other by.
     """
 
@@ -76,6 +77,7 @@ class Reducer:
         skip_unused: bool = False,
         wire: Wire | None = None,
         gpus: Gpus | None = None,
+        overlap: bool = True,
     ) -> None:
         self.table = table
         self.params = table.params
@@ -98,6 +100,7 @@ class Reducer:
             table.sparse,
             delayed,
             skip_unused,
+            held=not overlap,
         )
         self.sync_requested: Callable[[], bool] = lambda: True
 
