@@ -1,0 +1,149 @@
+"""Runs the parts one after the other, each in processes of its own, and takes what they report."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpu import report
+from gpu.parts import Part
+from gpu.place import BENCH, ROOT
+
+_POLL_S = 0.05
+_GRACE_S = 2.0  # for a part to say what it was at when its time was over
+_LEAST_S = 10.0  # with less a part is not begun
+_OUTPUT_CHARS = 4000
+
+
+@dataclass
+class Outcome:
+    """What became of a part. status: "done", "failed", "timed out" or "not run"; values, details: by row."""
+
+    status: str
+    reason: str = ""
+    seconds: float = 0.0
+    limit_s: float = 0.0
+    values: dict[str, float | bool] = field(default_factory=dict)
+    details: dict[str, dict] = field(default_factory=dict)
+    facts: dict = field(default_factory=dict)
+    output: dict[str, str] = field(default_factory=dict)  # by rank, of a part that failed
+
+
+@dataclass
+class Runner:
+    """folder: for what parts leave behind. deadline: on the monotonic clock, of all of it. site: where gpucomm lies.
+
+    environment: variables for all parts. rank_environment: those that a rank needs that shares its GPU.
+    """
+
+    folder: Path
+    deadline: float
+    dry_run: bool
+    environment: Mapping[str, str]
+    rank_environment: Callable[[int], Mapping[str, str]]
+    site: Path | None = None
+
+    def run(self, part: Part) -> Outcome:
+        left_s = self.deadline - time.monotonic()
+        if left_s < _LEAST_S:
+            return Outcome("not run", "out of time")
+        limit_s = min(part.limit_s, left_s)
+        folder = self.folder / part.name
+        folder.mkdir()
+        started = time.monotonic()
+        processes = [self._start(part, rank, folder, limit_s) for rank in range(part.ranks)]
+        try:
+            in_time = _wait(processes, started + limit_s + _GRACE_S, part.killed)
+        finally:
+            for process in processes:
+                _end(process)
+        outcome = _outcome(part, folder, processes, in_time)
+        outcome.seconds, outcome.limit_s = time.monotonic() - started, limit_s
+        return outcome
+
+    def _start(self, part: Part, rank: int, folder: Path, limit_s: float) -> subprocess.Popen:
+        command = [sys.executable, "-m", "gpu.process", part.name, "--folder", str(folder), "--rank", str(rank)]
+        command += ["--size", str(part.ranks), "--left-s", f"{limit_s:.1f}", *(["--dry-run"] if self.dry_run else [])]
+        environment = os.environ | self.environment
+        if part.ranks > 1:
+            environment |= self.rank_environment(rank)
+        # Not the checkout itself but what was built of it, unless that is where it was built.
+        paths = [BENCH, *([self.site] if self.site else []), *([ROOT / "tests"] if self.dry_run else [])]
+        inherited = [os.path.abspath(path) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+        environment["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *inherited])
+        with open(folder / f"output_{rank}", "wb") as output:
+            return subprocess.Popen(
+                command,
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+
+def _wait(processes: list[subprocess.Popen], deadline: float, killed: tuple[int, ...]) -> bool:
+    """Until all have ended, or one that must not has failed and the others had a moment; False at the deadline."""
+    while True:
+        codes = [process.poll() for process in processes]
+        if None not in codes:
+            return True
+        if time.monotonic() > deadline:
+            return False
+        if any(code and rank not in killed for rank, code in enumerate(codes)):
+            deadline = min(deadline, time.monotonic() + 5 * _GRACE_S)
+            killed = tuple(range(len(processes)))
+        time.sleep(_POLL_S)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """The process and what it started, which is in its session."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _outcome(part: Part, folder: Path, processes: list[subprocess.Popen], in_time: bool) -> Outcome:
+    """From what the ranks left. Rows may come from any of them."""
+    outcome = Outcome("done")
+    for rank, process in enumerate(processes):
+        ended = {}
+        for line in report.read(folder / f"report_{rank}"):
+            if "row" in line:
+                outcome.values[line["row"]] = line["value"]
+                outcome.details[line["row"]] = line["detail"]
+            elif "facts" in line:
+                outcome.facts |= line["facts"]
+            else:
+                ended = line
+        status, reason = ended.get("status"), ended.get("reason", "")
+        if rank in part.killed:
+            status, reason = _death(process.returncode)
+        elif status is None:
+            status = "timed out" if not in_time else "failed"
+            reason = f"not done after {part.limit_s:g} s" if not in_time else _death_text(process.returncode)
+        if status != "done" and outcome.status in ("done", "not run"):
+            outcome.status = status
+            outcome.reason = reason if part.ranks == 1 or status == "not run" else f"rank {rank}: {reason}"
+    if outcome.status in ("failed", "timed out"):
+        for rank in range(part.ranks):
+            text = (folder / f"output_{rank}").read_text(encoding="utf-8", errors="replace")
+            outcome.output[str(rank)] = text[-_OUTPUT_CHARS:]
+    return outcome
+
+
+def _death(code: int) -> tuple[str, str]:
+    if code == -signal.SIGKILL:
+        return "done", ""
+    return "failed", f"was to be killed, and {_death_text(code)}"
+
+
+def _death_text(code: int) -> str:
+    return f"died by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with status {code}"
