@@ -14,7 +14,7 @@ from gradients import mean_gradients, same_on_all_ranks
 from ranks import run_ranks
 from toys import batch, mlp
 
-from gpucomm import Communicator, NonFinite
+from gpucomm import Communicator, NonFinite, cuda
 from gpucomm import DistributedDataParallel as Ours
 from gpucomm.errors import CommError, TransportUnavailable
 
@@ -112,6 +112,30 @@ def test_an_iteration_allocates_nothing_on_the_device():
                 loss_of(ours, rank, iteration).backward()
             after = [shim.control.calls(name) for name in ("cuMemAlloc_v2", "cuMemHostAlloc", "ncclMemAlloc")]
             assert after == before
+
+    run_ranks(body, 2)
+
+
+def test_the_norm_is_summed_up_beside_backward_unless_gradients_were_written_to():
+    def body(rank, world):
+        with on_gpu(rank, world) as shim:
+            ours = Ours(mlp(), bucket_cap_mb=0.001)
+
+            def clip_with_launches(iteration, change=lambda: None):
+                ours.zero_grad()
+                loss_of(ours, rank, iteration).backward()
+                change()
+                with cuda.gpu.host():
+                    expected = torch.cat([torch.tensor(values(shim, p.grad)) for p in ours.parameters()]).norm().item()
+                measured = ours._reduction.norm._measured(2.0) is not None
+                assert values(shim, ours.clip_grad_norm_(0.1).view(1)) == pytest.approx([expected], rel=1e-5)
+                return measured
+
+            assert not clip_with_launches(0)
+            assert clip_with_launches(1)
+            assert clip_with_launches(2)
+            assert not clip_with_launches(3, lambda: ours.module[0].weight.grad.mul_(2))
+            assert clip_with_launches(4)
 
     run_ranks(body, 2)
 

@@ -42,16 +42,23 @@ void CudaKernels::scale(void* memory, DType dtype, size_t numel, double factor, 
   args.data = memory;
   args.numel = numel;
   args.scale = factor;
+  launch(kernel_name(Kernel::kScale, dtype), codec::flat_blocks(numel), args, stream);
+}
+
+void CudaKernels::launch(const std::string& name, unsigned blocks, codec::FlatArgs args, StreamHandle stream) {
   void* arguments[] = {&args};
-  const Function kernel = function(kernel_name(Kernel::kScale, dtype));
+  const Function kernel = function(name);
   const Current current(device_->api(), device_->context());
-  device_->check(device_->api().launch_kernel(kernel, codec::flat_blocks(numel), 1, 1, kThreads, 1, 1, 0, stream,
-                                              arguments, nullptr),
+  device_->check(device_->api().launch_kernel(kernel, blocks, 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr),
                  "cuLaunchKernel");
 }
 
 CudaCodec::CudaCodec(std::shared_ptr<CudaKernels> kernels, std::shared_ptr<CudaStream> stream)
-    : kernels_(std::move(kernels)), device_(kernels_->device()), stream_(std::move(stream)) {}
+    : kernels_(std::move(kernels)),
+      device_(kernels_->device()),
+      stream_(std::move(stream)),
+      squared_norm_(std::make_shared<DeviceMemory>(device_, sizeof(float))),
+      partials_(std::make_unique<DeviceMemory>(device_, codec::kMaxFlatBlocks * sizeof(float))) {}
 
 void CudaCodec::set_plan(const std::vector<BucketLayout>& layouts) {
   std::vector<codec::Piece> pieces;
@@ -123,6 +130,28 @@ void CudaCodec::launch_all(What what, size_t index, std::span<const GradPointer>
                                                 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr),
                    "cuLaunchKernel");
   }
+}
+
+void CudaCodec::begin_norm(Stream& stream) {
+  const Current current(device_->api(), device_->context());
+  device_->check(device_->api().memset_d8_async(squared_norm_->address(), 0, squared_norm_->bytes(),
+                                                static_cast<CudaStream&>(stream).handle()),
+                 "cuMemsetD8Async");
+}
+
+// In an order that hangs on the bucket's size alone, so that ranks come to the same bits.
+void CudaCodec::add_norm(size_t index, Stream& stream) {
+  const BucketLayout& bucket = buckets_.at(index).layout;
+  if (bucket.numel == 0) return;
+  const StreamHandle handle = static_cast<CudaStream&>(stream).handle();
+  codec::FlatArgs args{};
+  args.data = bucket.address;
+  args.numel = bucket.numel;
+  args.partials = partials_->as<float>();
+  args.partial_count = codec::flat_blocks(bucket.numel);
+  args.result = squared_norm_->as<float>();
+  kernels_->launch(kernel_name(Kernel::kSquaredNorm, bucket.dtype), args.partial_count, args, handle);
+  kernels_->launch(kernel_name(Kernel::kSumPartials), 1, args, handle);
 }
 
 void CudaCodec::begin_check(Stream& stream) {

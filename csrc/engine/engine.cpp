@@ -60,10 +60,11 @@ void Engine::set_plan(std::vector<BucketSpec> specs, uint64_t layout_hash) {
     bucket.memory = std::move(spec.memory);
   }
   layout_hash_ = layout_hash;
+  has_new_memory_ = true;
   if (!parts_.bucket_codec) return;
   std::vector<BucketLayout> layouts;
   for (const Bucket& bucket : buckets_) {
-    BucketLayout& layout = layouts.emplace_back(BucketLayout{bucket.memory.address, bucket.dtype, {}});
+    BucketLayout& layout = layouts.emplace_back(BucketLayout{bucket.memory.address, bucket.dtype, bucket.numel, {}});
     for (int32_t parameter : bucket.parameters) {
       const Slot& slot = slots_[static_cast<size_t>(parameter)];
       layout.slots.push_back({slot.offset, slot.numel});
@@ -78,24 +79,30 @@ void Engine::replace_memory(size_t index, Memory memory) {
   GPUCOMM_ASSERT(memory.bytes >= bucket.numel * size_of(bucket.dtype), "bucket " + std::to_string(index));
   for (int32_t parameter : bucket.parameters) {
     Slot& slot = slots_[static_cast<size_t>(parameter)];
-    const bool stays = slot.grad_dtype == slot.dtype;
     slot.address =
         static_cast<std::byte*>(memory.address) + (slot.address - static_cast<const std::byte*>(bucket.memory.address));
-    if (stays) slot.grad = slot.address;
+    if (!slot.unpacks) slot.grad = slot.address;
   }
   bucket.memory = std::move(memory);
+  has_new_memory_ = true;
   if (parts_.bucket_codec) parts_.bucket_codec->move_bucket(index, bucket.memory.address);
 }
 
 void Engine::unpack_to(int32_t parameter, void* grad, DType grad_dtype) {
   GPUCOMM_ASSERT(mode_ == Mode::kIdle, "unpack_to inside a backward");
   Slot& slot = slots_.at(static_cast<size_t>(parameter));
-  GPUCOMM_ASSERT(slot.bucket >= 0 && grad_dtype != slot.dtype, "parameter " + std::to_string(parameter));
+  GPUCOMM_ASSERT(slot.bucket >= 0, "parameter " + std::to_string(parameter));
   Bucket& bucket = bucket_of(slot);
-  if (slot.grad_dtype != slot.dtype) bucket.unpacked_bytes -= slot.numel * size_of(slot.grad_dtype);
+  if (slot.unpacks) bucket.unpacked_bytes -= slot.numel * size_of(slot.grad_dtype);
+  slot.unpacks = has_new_memory_ = true;
   slot.grad = static_cast<std::byte*>(grad);
   slot.grad_dtype = grad_dtype;
   bucket.unpacked_bytes += slot.numel * size_of(grad_dtype);
+}
+
+void Engine::set_measure_norm(bool measure) {
+  GPUCOMM_ASSERT(mode_ == Mode::kIdle && parts_.bucket_codec, "set_measure_norm");
+  measures_norm_ = measure;
 }
 
 void Engine::hand_over_to(TakeBucket take) {
@@ -114,6 +121,12 @@ void Engine::mark_reduced(size_t index) {
 void Engine::arm() {
   GPUCOMM_ASSERT(mode_ == Mode::kIdle, "arm inside a backward");
   if (parts_.stream->runs_by_itself()) note_reduced();  // what was not complete when the last iteration ended
+  if (has_new_memory_ && parts_.bucket_codec) {
+    look_at_caller();
+    parts_.stream->follow(caller_);  // what was done with it before was work of the caller's
+  }
+  has_new_memory_ = false;
+  if (measures_norm_) parts_.bucket_codec->begin_norm(*parts_.stream);
   mode_ = Mode::kReduce;
   adopt_thread();
   ++iteration_;
@@ -320,8 +333,9 @@ bool Engine::launch_next_piece(Bucket& bucket) {
                           *parts_.stream);
   bucket.launched = end;
   if (end < bucket.numel) return true;
-  if (parts_.stream->runs_by_itself() && bucket.unpacked_bytes > 0)
-    unpack(static_cast<size_t>(&bucket - buckets_.data()));
+  const auto index = static_cast<size_t>(&bucket - buckets_.data());
+  if (measures_norm_) parts_.bucket_codec->add_norm(index, *parts_.stream);
+  if (parts_.stream->runs_by_itself() && bucket.unpacked_bytes > 0) unpack(index);
   bucket.reduced = parts_.stream->record();
   return true;
 }
@@ -352,7 +366,7 @@ void Engine::unpack(size_t index) {
   if (parts_.bucket_codec) {
     for (size_t i = 0; i < bucket.parameters.size(); ++i) {
       const Slot& slot = slots_[static_cast<size_t>(bucket.parameters[i])];
-      bucket.grads[i] = slot.grad_dtype == slot.dtype ? GradPointer{} : GradPointer{slot.grad, slot.grad_dtype};
+      bucket.grads[i] = slot.unpacks ? GradPointer{slot.grad, slot.grad_dtype} : GradPointer{};
     }
     parts_.bucket_codec->unpack(index, bucket.grads, *parts_.stream);
   } else {
@@ -365,7 +379,7 @@ void Engine::unpack(size_t index) {
 void Engine::unpack_slots(const Bucket& bucket) {
   for (int32_t parameter : bucket.parameters) {
     const Slot& slot = slots_[static_cast<size_t>(parameter)];
-    if (slot.grad_dtype == slot.dtype) continue;
+    if (!slot.unpacks) continue;
     parts_.codec->unpack(slot.grad, slot.grad_dtype, slot.address, slot.dtype, slot.numel, 1.0);
   }
 }

@@ -51,6 +51,7 @@ struct Ending {
   std::shared_ptr<std::mutex> inside;
   Comm comm;
   bool abort;
+  std::vector<Registered> registered;           // freed after the communicator is gone
   std::vector<cuda::EventHandle> events;        // all that there are
   std::vector<cuda::EventHandle> outstanding;   // of those, what tells when the work under way is done
   std::chrono::steady_clock::time_point until;  // it is waited for
@@ -61,6 +62,11 @@ struct Ending {
     return outstanding.empty();
   }
 };
+
+Result deregister(const Api& api, Comm comm, const Registered& registered) {
+  return registered.window ? api.comm_window_deregister(comm, registered.window)
+                           : api.comm_deregister(comm, registered.handle);
+}
 
 void end_now(Ending& ending) {
   try {
@@ -83,6 +89,7 @@ void end_now(Ending& ending) {
     if (ending.abort) {
       ending.api->comm_abort(ending.comm);
     } else {
+      for (const Registered& registered : ending.registered) deregister(*ending.api, ending.comm, registered);
       ending.api->comm_destroy(ending.comm);
     }
     for (cuda::EventHandle event : ending.events) ending.device->api().event_destroy(event);
@@ -132,13 +139,25 @@ struct Init {
   }
 };
 
+Result make_now(CommunicatorOptions& options, Comm* comm) {
+  if (!options.parent)
+    return options.api->comm_init_rank_config(comm, options.size, options.id, options.rank, &options.config);
+  options.parent->call("making a smaller communicator", [&](Comm parent) {
+    return options.api->comm_shrink(parent, options.excluded.data(), static_cast<int>(options.excluded.size()), comm,
+                                    &options.config, kShrinkDefault);
+  });
+  options.parent.reset();
+  return options.config.blocking == 0 ? kInProgress : kSuccess;
+}
+
 void init_now(CommunicatorOptions& options, const std::shared_ptr<Init>& init) {
   Comm comm = nullptr;
   std::exception_ptr failure;
   try {
     const cuda::Current current(options.device->api(), options.device->context());
     options.config.comm_name = options.name.empty() ? nullptr : options.name.c_str();
-    Result result = options.api->comm_init_rank_config(&comm, options.size, options.id, options.rank, &options.config);
+    options.config.net_name = options.net_name.empty() ? nullptr : options.net_name.c_str();
+    Result result = make_now(options, &comm);
     while (result == kInProgress && !init->is_given_up()) {
       std::this_thread::sleep_for(1ms);
       check(*options.api, options.api->comm_get_async_error(comm, &result), "ncclCommGetAsyncError", comm);
@@ -234,6 +253,38 @@ void Communicator::watch(const std::string& what, cuda::StreamHandle stream) {
   in_flight_.push_back({event, what, Clock::now()});
 }
 
+bool Communicator::register_memory(std::shared_ptr<void> memory, size_t bytes, bool symmetric) {
+  const Api& api = *options_.api;
+  Registered registered{std::move(memory)};
+  void* address = registered.memory.get();
+  const std::string what = "registering " + std::to_string(bytes) + " bytes";
+  if (symmetric && api.comm_window_register) {
+    call(what, [&](Comm comm) {
+      return api.comm_window_register(comm, address, bytes, &registered.window, kWindowCollSymmetric);
+    });
+  } else if (!symmetric && api.comm_register) {
+    call(what, [&](Comm comm) { return api.comm_register(comm, address, bytes, &registered.handle); });
+  }
+  if (!registered.window && !registered.handle) return false;
+  const std::lock_guard lock(mutex_);
+  if (!ended_) registered_.push_back(std::move(registered));
+  return true;
+}
+
+void Communicator::deregister_memory(const void* memory) {
+  Registered registered;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = std::find_if(registered_.begin(), registered_.end(),
+                                    [&](const Registered& one) { return one.memory.get() == memory; });
+    if (found == registered_.end()) return;
+    registered = std::move(*found);
+    registered_.erase(found);
+  }
+  if (failed_) return;  // it is gone with the communicator
+  call("taking back registered memory", [&](Comm comm) { return deregister(*options_.api, comm, registered); });
+}
+
 void Communicator::check_failure() {
   if (!failed_.load(std::memory_order_acquire)) return;  // partner: the store in fail()
   const std::lock_guard lock(mutex_);
@@ -255,12 +306,14 @@ void Communicator::end(bool abort) noexcept {
   if (ended_ || !comm_) return;
   ended_ = true;
   try {
-    Ending ending{options_.api, options_.device, inside_, comm_, abort, std::move(events_), {}, {}};
+    Ending ending{options_.api,           options_.device,    inside_, comm_, abort,
+                  std::move(registered_), std::move(events_), {},      {}};
     for (const InFlight& work : in_flight_) ending.outstanding.push_back(work.event);
     ending.until = Clock::now() + std::chrono::duration_cast<Clock::duration>(seconds(options_.timeout_s));
     in_flight_.clear();
     free_events_.clear();
     events_.clear();
+    registered_.clear();
     ending_ = Background::start(std::move(ending), [](Ending& owned) { end_now(owned); });
   } catch (const std::system_error&) {
     // No thread is to be had: the communicator is leaked.

@@ -25,6 +25,8 @@
 
 namespace gpucomm::nccl {
 
+class Communicator;
+
 struct CommunicatorOptions {
   std::shared_ptr<const Api> api;
   std::shared_ptr<const cuda::GpuDevice> device;
@@ -33,8 +35,20 @@ struct CommunicatorOptions {
   int size = 1;
   double timeout_s = 600.0;
   std::string name;
+  std::string net_name;  // of NCCL's network module; empty: its choice
   Config config;
   Embedder* embedder = nullptr;
+  // Made of this one's ranks but those excluded (their ranks there), without `id`: for NCCL from 2.27.3 on, of one that
+  // works and has no work under way.
+  std::shared_ptr<Communicator> parent = nullptr;
+  std::vector<int> excluded = {};
+};
+
+// Memory that NCCL knows of: by a window, or by a plain handle.
+struct Registered {
+  std::shared_ptr<void> memory;
+  Window window = nullptr;
+  void* handle = nullptr;
 };
 
 class Communicator {
@@ -51,6 +65,13 @@ class Communicator {
   void call(const std::string& what, const std::function<Result(Comm)>& body);
   // From now on the work that the last call put on the stream is watched. Not while a graph is captured.
   void watch(const std::string& what, cuda::StreamHandle stream);
+  // Collective where symmetric, else local. Makes memory known to NCCL, as a symmetric window (4096-byte aligned, of
+  // one size on all ranks) or plainly; keeps it until it is taken back or the communicator has ended. False: not to be
+  // had.
+  bool register_memory(std::shared_ptr<void> memory, size_t bytes, bool symmetric);
+  // Takes it back; no work on it may be under way. Nothing if it is not registered.
+  void deregister_memory(const void* memory);
+  bool has_failed() const { return failed_.load(std::memory_order_acquire); }  // partner: the store in fail()
   // Throws the failure that is known, if any.
   void check_failure();
   // Ends everything that is under way; every later call throws. Does not block. Idempotent.
@@ -87,6 +108,7 @@ class Communicator {
   bool ended_ = false;               // aborted or destroyed, or on the way to it
   std::shared_ptr<Background> ending_;
   bool closing_ = false;
+  std::vector<Registered> registered_;
   std::deque<InFlight> in_flight_;
   std::vector<cuda::EventHandle> events_;
   std::vector<cuda::EventHandle> free_events_;

@@ -1,6 +1,5 @@
 #include "transport/transport_nccl.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "nccl/communicator.h"
@@ -10,18 +9,10 @@ namespace gpucomm {
 namespace {
 
 nccl::CommunicatorOptions communicator_options(const NcclOptions& options) {
-  nccl::Config config;
-  config.blocking = options.blocking ? 1 : 0;
+  nccl::Config config = options.config;
+  if (config.blocking == nccl::kUnset) config.blocking = 1;
   // NCCL takes a lower limit only with an upper one.
-  if (options.min_ctas > 0 || options.max_ctas > 0) {
-    if (options.min_ctas < 0 || options.max_ctas < std::max(options.min_ctas, 1)) {
-      throw UsageError("min_ctas is " + std::to_string(options.min_ctas) + " and max_ctas " +
-                       std::to_string(options.max_ctas) + ", accepted is 1 <= min_ctas <= max_ctas, or 0 for both");
-    }
-    config.min_ctas = std::max(options.min_ctas, 1);
-    config.max_ctas = options.max_ctas;
-  }
-  if (options.cga_cluster_size > 0) config.cga_cluster_size = options.cga_cluster_size;
+  if (config.min_ctas == nccl::kUnset && config.max_ctas != nccl::kUnset) config.min_ctas = 1;
   return {.api = options.nccl,
           .device = options.device,
           .id = options.id,
@@ -29,8 +20,11 @@ nccl::CommunicatorOptions communicator_options(const NcclOptions& options) {
           .size = options.size,
           .timeout_s = options.timeout_s,
           .name = options.name,
+          .net_name = options.net_name,
           .config = config,
-          .embedder = options.embedder};
+          .embedder = options.embedder,
+          .parent = options.parent ? options.parent->communicator() : nullptr,
+          .excluded = options.excluded};
 }
 
 nccl::RedOp op_of(const Collective& collective) {
@@ -60,6 +54,7 @@ std::string text_of(const Collective& c) {
 NcclTransport::NcclTransport(NcclOptions options)
     : Transport(options.rank, options.size, options.global_ranks), options_(std::move(options)) {
   comm_ = nccl::Communicator::make(communicator_options(options_));
+  options_.parent.reset();
 }
 
 NcclTransport::~NcclTransport() = default;
@@ -85,12 +80,27 @@ Memory NcclTransport::allocate(size_t bytes) {
     const auto memory = std::make_shared<cuda::DeviceMemory>(device, wanted);
     owner = {memory, memory->as<void>()};
   }
+  const Memory memory{owner, owner.get(), bytes, device->ordinal()};
+  clear(memory);
+  return memory;
+}
+
+void NcclTransport::clear(const Memory& memory) {
+  const auto& device = options_.device;
   cuda::CudaStream stream(device, options_.embedder);
-  device->check(api.memset_d8_async(reinterpret_cast<cuda::DeviceAddress>(owner.get()), 0, bytes, stream.handle()),
+  const cuda::Current current(device->api(), device->context());
+  device->check(device->api().memset_d8_async(reinterpret_cast<cuda::DeviceAddress>(memory.address), 0, memory.bytes,
+                                              stream.handle()),
                 "cuMemsetD8Async");
   stream.synchronize(stream.record());
-  return {owner, owner.get(), bytes, device->ordinal()};
 }
+
+bool NcclTransport::register_memory(const Memory& memory, bool symmetric) {
+  GPUCOMM_ASSERT(memory.device == options_.device->ordinal(), "memory of device " + std::to_string(memory.device));
+  return comm_->register_memory({memory.owner, memory.address}, memory.bytes, symmetric);
+}
+
+void NcclTransport::deregister_memory(const Memory& memory) { comm_->deregister_memory(memory.address); }
 
 void NcclTransport::start(const Collective& collective, Stream& stream) {
   check(collective);
@@ -136,6 +146,8 @@ void NcclTransport::enqueue(const Collective& c, cuda::StreamHandle stream) {
 void NcclTransport::abort(const std::string& reason) noexcept {
   comm_->fail(std::make_exception_ptr(CommError("this rank gave up: " + reason)));
 }
+
+bool NcclTransport::can_shrink() const { return options_.nccl->comm_shrink && !comm_->has_failed(); }
 
 void NcclTransport::check_failure() { comm_->check_failure(); }
 

@@ -300,6 +300,49 @@ void narrow_wire(Problems* problems) {
   for (size_t k = 0; k < kNumel; ++k) expect(values[k] == static_cast<float>(k), "rounded integers", problems);
 }
 
+// Memory for unpacked gradients comes from one stream of the program, and gradients from another one.
+void new_memory(Problems* problems) {
+  Rank rank(DType::kBFloat16);
+  for (int iteration = 0; iteration < 3; ++iteration) {
+    rank.program = caller_of(rank.side);
+    for (int32_t p = 0; p < kParameters; ++p) {
+      rank.api->memset_d8_async(rank.means[p]->address(), 0, kNumel * sizeof(float), rank.side.handle());
+      rank.engine->unpack_to(p, rank.means[p]->as<void>(), DType::kFloat32);
+    }
+    rank.engine->arm();
+    rank.program = caller_of(rank.main);
+    for (int32_t p = kParameters - 1; p >= 0; --p) rank.backward(p);
+    rank.finish();
+    rank.step();
+    rank.order(caller_of(rank.main), caller_of(rank.side));  // the optimizer, before memory is used again
+  }
+  expect(rank.param(0)[1] == 1.0f, "a mean", problems);
+}
+
+// The norm of the means is summed up beside backward, and the host reads it where it reads the means.
+void norm(Problems* problems) {
+  Rank rank;
+  rank.program = caller_of(rank.main);
+  rank.engine->set_measure_norm(true);
+  for (int iteration = 0; iteration < 3; ++iteration) {
+    double expected = 0;
+    for (int32_t p = 0; p < kParameters; ++p) {
+      const std::vector<float> values(kNumel, static_cast<float>(p + iteration));
+      rank.upload(*rank.sources[p], values);
+      expected += static_cast<double>(kNumel) * (p + iteration) * (p + iteration);
+    }
+    rank.engine->arm();
+    for (int32_t p = kParameters - 1; p >= 0; --p) rank.backward(p);
+    rank.finish();
+    const auto squared = rank.codec->squared_norm();
+    rank.api->memcpy_dtod_async(rank.params[0]->address(), squared->address(), sizeof(float), rank.main.handle());
+    rank.stream->follow(rank.program);  // as whoever reads it does, before the next sum begins
+    if (iteration == 1) continue;
+    expect(rank.param(0)[0] == static_cast<float>(expected), "the norm", problems);
+    rank.step();
+  }
+}
+
 // A NaN is found in the slot in which it travels, and the host waits for what was packed until then.
 void finite_check(Problems* problems) {
   Rank rank;
@@ -387,6 +430,8 @@ const std::vector<std::pair<std::string, std::function<void(Problems*)>>> scenar
     {"streams_apart", streams_apart},
     {"another_stream_packs", another_stream_packs},
     {"narrow_wire", narrow_wire},
+    {"new_memory", new_memory},
+    {"norm", norm},
     {"finite_check", finite_check},
     {"unused_and_again", unused_and_again},
     {"host_does_not_wait", host_does_not_wait},
