@@ -11,10 +11,12 @@ GPU, over the stand-ins of the tests, with tiny sizes: it measures nothing.
 import argparse
 import contextlib
 import datetime
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gpu import environment
@@ -26,6 +28,7 @@ from gpu.runner import Outcome, Runner
 
 def main() -> int:
     args = options().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not without ending what was started
     chosen = [part for part in PARTS if part.name in args.parts]
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as scratch:
         runner = Runner(
@@ -45,19 +48,25 @@ def main() -> int:
         if machine.status != "done":
             print(f"gpu_check: {machine.reason or machine.status}", file=sys.stderr)
             return 1
-        for part in chosen:
-            results.add(part, outcome_of(runner, part, args.installed))
+        for part, outcome in outcomes(runner, chosen, args.installed):
+            results.add(part, outcome)
         print("\n" + results.summary())
     return 0 if results.succeeded() else 1
 
 
-def outcome_of(runner: Runner, part: Part, installed: bool) -> Outcome:
-    if part.name == "build" and installed:
-        return Outcome("not run", "the gpucomm that is installed is taken")
-    outcome = runner.run(part)
-    if part.name == "build" and outcome.status == "done" and not runner.dry_run:
-        runner.site = runner.folder / part.name / "site"
-    return outcome
+def outcomes(runner: Runner, chosen: Sequence[Part], installed: bool) -> Iterator[tuple[Part, Outcome]]:
+    """Of each part in turn; those that need gpucomm are not run where it could not be built."""
+    missing = ""
+    for part in chosen:
+        if part.name == "build" and installed:
+            yield part, Outcome("not run", "the gpucomm that is installed is taken")
+            continue
+        outcome = Outcome("not run", missing) if missing and part.needs_package else runner.run(part)
+        if part.name == "build" and outcome.status == "done" and not runner.dry_run:
+            runner.site = runner.folder / part.name / "site"
+        elif part.name == "build" and outcome.status != "done":
+            missing = "gpucomm was not built"
+        yield part, outcome
 
 
 def options() -> argparse.ArgumentParser:
@@ -67,9 +76,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--parts", type=parts, default=names, help="default: all of " + ",".join(names))
     parser.add_argument("--budget-s", type=float, default=290.0, help="what does not fit is not run (default 290)")
     parser.add_argument("--installed", action="store_true", help="build nothing: take the gpucomm that is importable")
-    parser.add_argument(
-        "--nccl", type=library, metavar="LIBNCCL", help="an NCCL to use in place of torch's, by its path"
-    )
+    parser.add_argument("--nccl", type=library, metavar="LIBNCCL", help="an NCCL to use in the place of torch's")
     parser.add_argument("--dry-run", action="store_true", help="no GPU: stand-ins, tiny sizes, no measurement")
     return parser
 

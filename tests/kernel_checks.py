@@ -1,6 +1,6 @@
 """The kernels of codec.cu against torch, launched one by one on a GPU or on its stand-in (test_on_gpu.py).
 
-    python tests/kernel_checks.py [--stand-in]       # by themselves, for a memory checker
+    PYTHONPATH=bench python tests/kernel_checks.py [--stand-in]     # by themselves, for a memory checker
 
 A check is a function of the device on which tensors are made and of the kernels; it raises AssertionError.
 """
@@ -10,9 +10,6 @@ import sys
 from pathlib import Path
 
 import torch
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
-
 from gpu.launch import Packing, scale, squared_norm, sum_of
 
 HALVES_AND_FLOATS = (torch.float32, torch.float16, torch.bfloat16)

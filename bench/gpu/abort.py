@@ -13,7 +13,7 @@ from torch import nn
 from gpu.group import Ranks, joined, leave_together
 from gpu.place import Place
 from gpu.report import Report
-from gpu.training import SMALL, TINY, batch, language_model, wrapped
+from gpu.training import SLOW_WIRE, TINY, batch, language_model, wrapped
 from gpucomm import Communicator
 from gpucomm.errors import CommError
 
@@ -25,7 +25,7 @@ _GIVE_UP_S = 30.0
 
 def run(place: Place, report: Report) -> None:
     with joined(place) as ranks:
-        shape = TINY if ranks.gpu.dry_run else SMALL
+        shape = TINY if ranks.gpu.dry_run else SLOW_WIRE
         model = wrapped("ours", language_model(ranks.gpu, shape), timeout=_GIVE_UP_S, bucket_cap_mb=0.5)
         inputs = batch(ranks.gpu, shape, 2, seed=ranks.rank)
         for _ in range(_STEPS_BEFORE):

@@ -80,7 +80,9 @@ endfunction()
 
 def first_failure(commands: list[list[str]]) -> str:
     """Runs them in turn; what the first that failed wrote last, empty if none did."""
-    environment = os.environ | {"CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1), "PYTHONPATH": ""}
+    environment = os.environ | {"CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)}
+    for name in ("PYTHONPATH", "LD_PRELOAD"):  # for what is built, not for what builds
+        environment.pop(name, None)
     for command in commands:
         try:
             ran = subprocess.run(

@@ -1,6 +1,6 @@
 """The parts of the check, in the order in which they run while there is time, and the rows that each has to fill.
 
-A part is a module of this package with a function run(place, report). It has processes and a time of its own, so what
+A part is a module with a function run(place, report). It has processes and a time of its own, so what
 becomes of one leaves the others alone. Nothing here imports torch: the process that starts the parts stays small.
 """
 
@@ -46,7 +46,7 @@ def _packing_rows() -> tuple[Row, ...]:
 
 MACHINE = Part(
     "machine",
-    "machine",
+    "gpu.machine",
     "what is here",
     60,
     (Row("gpu", "a GPU that torch and the driver serve"),),
@@ -56,7 +56,7 @@ MACHINE = Part(
 PARTS = (
     Part(
         "build",
-        "build",
+        "gpu.build",
         "from source, without a network",
         150,
         (
@@ -68,7 +68,7 @@ PARTS = (
     ),
     Part(
         "suite",
-        "suite",
+        "gpu.suite",
         "the tests for a GPU",
         90,
         (
@@ -76,10 +76,10 @@ PARTS = (
             Row("passed", "tests that passed", "tests", at_least=1),
         ),
     ),
-    Part("kernels", "kernels", "pack, 512 MiB in all", 40, _packing_rows()),
+    Part("kernels", "gpu.kernels", "pack, 512 MiB in all", 40, _packing_rows()),
     Part(
         "world_one",
-        "world_one",
+        "gpu.world_one",
         "a step of a GPT of 124 M in bf16, batch 8 x 1024, world size 1",
         60,
         (
@@ -91,7 +91,7 @@ PARTS = (
     ),
     Part(
         "host_cost",
-        "host_cost",
+        "gpu.host_cost",
         "processor time of the host, world size 1",
         40,
         (
@@ -103,7 +103,7 @@ PARTS = (
     ),
     Part(
         "two_ranks",
-        "shared_gpu",
+        "gpu.shared_gpu",
         "2 ranks on the one GPU, NCCL between them",
         60,
         (
@@ -116,7 +116,7 @@ PARTS = (
     ),
     Part(
         "abort",
-        "abort",
+        "gpu.abort",
         "one of 3 ranks on the GPU is killed",
         60,
         (
@@ -129,7 +129,7 @@ PARTS = (
     ),
     Part(
         "memory",
-        "memory",
+        "gpu.memory",
         "device memory, the GPT of 124 M in bf16",
         40,
         (
@@ -141,25 +141,25 @@ PARTS = (
     ),
     Part(
         "amp",
-        "amp",
+        "gpu.amp",
         "autocast beside stock DDP, world size 1",
         40,
         (
             Row("bfloat16", "bf16: 10 losses and the parameters bitwise"),
             Row("float16", "fp16 with GradScaler: the same, and its scales"),
-            Row("overflowed", "fp16: some steps were left out for an overflow, on both"),
+            Row("overflowed", "fp16: some steps were left out for an overflow, others not"),
         ),
     ),
     Part(
         "capture",
-        "capture",
+        "gpu.capture",
         "a whole iteration as a CUDA graph, world size 1",
         40,
         (Row("replayed", "10 iterations replayed leave the parameters of 10 that were not"),),
     ),
     Part(
         "four_ranks",
-        "shared_gpu",
+        "gpu.shared_gpu",
         "4 ranks on the one GPU, NCCL between them",
         60,
         (
@@ -172,7 +172,7 @@ PARTS = (
     ),
     Part(
         "compiled",
-        "compiled",
+        "gpu.compiled",
         "torch.compile of the wrapped model, world size 1",
         80,
         (
@@ -182,7 +182,7 @@ PARTS = (
     ),
     Part(
         "sanitizer",
-        "sanitizer",
+        "gpu.sanitizer",
         "compute-sanitizer on the kernels' checks",
         90,
         (
@@ -191,7 +191,3 @@ PARTS = (
         ),
     ),
 )
-
-
-def part_named(name: str) -> Part:
-    return next(part for part in (MACHINE, *PARTS) if part.name == name)

@@ -1,31 +1,36 @@
-"""One process of a part: python -m gpu.process PART --folder ... (bench/ on the path)."""
+"""One process of a part: python -m gpu.process MODULE --folder ... (bench/ on the path)."""
 
 import argparse
+import ctypes
 import faulthandler
 import importlib
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
 
-from gpu.parts import NotRun, part_named
+from gpu.parts import NotRun
 from gpu.place import Place
 from gpu.report import Report
+
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("part")
+    parser.add_argument("module", help="of a part")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--left-s", type=float, required=True)
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # not to outlive who started it
     faulthandler.dump_traceback_later(args.left_s, file=sys.stderr)  # what a part that is ended was at
     report = Report(args.folder / f"report_{args.rank}")
     try:
-        module = importlib.import_module(f"gpu.{part_named(args.part).module}")
+        module = importlib.import_module(args.module)
         module.run(Place(args.rank, args.size, args.folder, args.dry_run, args.left_s), report)
         report.end("done")
     except NotRun as reason:

@@ -1,5 +1,6 @@
 """Runs the parts one after the other, each in processes of its own, and takes what they report."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from gpu.place import BENCH, ROOT
 _POLL_S = 0.05
 _GRACE_S = 2.0  # for a part to say what it was at when its time was over
 _LEAST_S = 10.0  # with less a part is not begun
+_DRY_RUN_PATIENCE = 4  # a machine that tests may be busy, and may have to compile the stand-ins
 _OUTPUT_CHARS = 4000
 
 
@@ -51,7 +53,7 @@ class Runner:
         left_s = self.deadline - time.monotonic()
         if left_s < _LEAST_S:
             return Outcome("not run", "out of time")
-        limit_s = min(part.limit_s, left_s)
+        limit_s = min(part.limit_s * (_DRY_RUN_PATIENCE if self.dry_run else 1), left_s)
         folder = self.folder / part.name
         folder.mkdir()
         started = time.monotonic()
@@ -61,12 +63,12 @@ class Runner:
         finally:
             for process in processes:
                 _end(process)
-        outcome = _outcome(part, folder, processes, in_time)
+        outcome = _outcome(part, folder, processes, f"not done after {limit_s:g} s" if not in_time else None)
         outcome.seconds, outcome.limit_s = time.monotonic() - started, limit_s
         return outcome
 
     def _start(self, part: Part, rank: int, folder: Path, limit_s: float) -> subprocess.Popen:
-        command = [sys.executable, "-m", "gpu.process", part.name, "--folder", str(folder), "--rank", str(rank)]
+        command = [sys.executable, "-m", "gpu.process", part.module, "--folder", str(folder), "--rank", str(rank)]
         command += ["--size", str(part.ranks), "--left-s", f"{limit_s:.1f}", *(["--dry-run"] if self.dry_run else [])]
         environment = os.environ | self.environment
         if part.ranks > 1:
@@ -88,50 +90,44 @@ class Runner:
 
 
 def _wait(processes: list[subprocess.Popen], deadline: float, killed: tuple[int, ...]) -> bool:
-    """Until all have ended, or one that must not has failed and the others had a moment; False at the deadline."""
+    """Until all have ended, or one that must not has failed and the others had a moment; False at the deadline.
+
+    None of them is reaped: their groups' numbers stay theirs until _end().
+    """
+    running = dict(enumerate(processes))
     while True:
-        codes = [process.poll() for process in processes]
-        if None not in codes:
+        for rank, process in list(running.items()):
+            ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                continue
+            del running[rank]
+            if ended.si_status and rank not in killed:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if not running:
             return True
         if time.monotonic() > deadline:
             return False
-        if any(code and rank not in killed for rank, code in enumerate(codes)):
-            deadline = min(deadline, time.monotonic() + 5 * _GRACE_S)
-            killed = tuple(range(len(processes)))
         time.sleep(_POLL_S)
 
 
 def _end(process: subprocess.Popen) -> None:
     """The process and what it started, which is in its session."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
-def _outcome(part: Part, folder: Path, processes: list[subprocess.Popen], in_time: bool) -> Outcome:
-    """From what the ranks left. Rows may come from any of them."""
+def _outcome(part: Part, folder: Path, processes: list[subprocess.Popen], too_late: str | None) -> Outcome:
+    """From what the ranks left. Rows may come from any of them. too_late: why ranks were ended, if they were."""
     outcome = Outcome("done")
-    for rank, process in enumerate(processes):
-        ended = {}
-        for line in report.read(folder / f"report_{rank}"):
-            if "row" in line:
-                outcome.values[line["row"]] = line["value"]
-                outcome.details[line["row"]] = line["detail"]
-            elif "facts" in line:
-                outcome.facts |= line["facts"]
-            else:
-                ended = line
-        status, reason = ended.get("status"), ended.get("reason", "")
-        if rank in part.killed:
-            status, reason = _death(process.returncode)
-        elif status is None:
-            status = "timed out" if not in_time else "failed"
-            reason = f"not done after {part.limit_s:g} s" if not in_time else _death_text(process.returncode)
-        if status != "done" and outcome.status in ("done", "not run"):
+    ranks = [_rank(part, rank, process.returncode, folder, outcome, too_late) for rank, process in enumerate(processes)]
+    for status in ("failed", "timed out", "not run"):
+        reasons = [(rank, reason) for rank, (of, reason) in enumerate(ranks) if of == status]
+        if reasons:
+            rank, reason = reasons[0]
             outcome.status = status
-            outcome.reason = reason if part.ranks == 1 or status == "not run" else f"rank {rank}: {reason}"
+            outcome.reason = reason if part.ranks == 1 else f"rank {rank}: {reason}"
+            break
     if outcome.status in ("failed", "timed out"):
         for rank in range(part.ranks):
             text = (folder / f"output_{rank}").read_text(encoding="utf-8", errors="replace")
@@ -139,11 +135,25 @@ def _outcome(part: Part, folder: Path, processes: list[subprocess.Popen], in_tim
     return outcome
 
 
-def _death(code: int) -> tuple[str, str]:
-    if code == -signal.SIGKILL:
+def _rank(part: Part, rank: int, code: int, folder: Path, outcome: Outcome, too_late: str | None) -> tuple[str, str]:
+    """Takes a rank's rows over; its status, and the reason of that."""
+    status, reason = "", ""
+    for line in report.read(folder / f"report_{rank}"):
+        if "row" in line:
+            outcome.values[line["row"]] = line["value"]
+            outcome.details[line["row"]] = line["detail"]
+        elif "facts" in line:
+            outcome.facts |= line["facts"]
+        else:
+            status, reason = line["status"], line["reason"]
+    if rank in part.killed and code == -signal.SIGKILL and not status:
         return "done", ""
-    return "failed", f"was to be killed, and {_death_text(code)}"
+    if rank in part.killed and status != "failed":
+        return "failed", f"was to be killed, and {_death(code)}"
+    if status:
+        return status, reason
+    return ("timed out", too_late) if too_late else ("failed", _death(code))
 
 
-def _death_text(code: int) -> str:
+def _death(code: int) -> str:
     return f"died by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with status {code}"

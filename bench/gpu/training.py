@@ -16,7 +16,8 @@ from gpucomm import DistributedDataParallel as Ours
 from gpucomm.examples.train_lm.model import PRESETS, Shape
 
 GPT_124M = PRESETS["gpt2"]
-SMALL = Shape(layers=4, heads=4, width=256, block_size=128)  # 3 M parameters
+SMALL = PRESETS["small"]  # 3 M parameters
+SLOW_WIRE = PRESETS["tiny"]  # 1 M, where ranks share a GPU in time slices
 TINY = Shape(layers=2, heads=2, width=16, block_size=8)  # for dry runs
 
 WRAPPERS: dict[str, Callable[..., nn.Module]] = {"stock": StockDdp, "ours": Ours}
@@ -58,7 +59,11 @@ def same(first: nn.Module, second: nn.Module) -> bool:
 
 
 def deterministic() -> None:
-    """From here on, in this process: equal work gives equal bits, or raises."""
-    torch.use_deterministic_algorithms(True)
+    """From here on, in this process: equal work gives equal bits; torch warns of what does not."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.benchmark = False
+    # Attention by matrix products alone.
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)

@@ -18,6 +18,19 @@ constexpr std::chrono::milliseconds kBetweenLooks{20};
 
 StreamHandle stream_of(Caller caller) { return static_cast<StreamHandle>(caller.stream); }
 
+// This thread may ask for events although some stream is being captured, as long as theirs is not.
+class Relaxed {
+ public:
+  explicit Relaxed(const Api& api) : api_(api) { api_.thread_exchange_capture_mode(&mode_); }
+  ~Relaxed() { api_.thread_exchange_capture_mode(&mode_); }
+  Relaxed(const Relaxed&) = delete;
+  Relaxed& operator=(const Relaxed&) = delete;
+
+ private:
+  const Api& api_;
+  CaptureMode mode_ = kCaptureRelaxed;
+};
+
 }  // namespace
 
 CudaStream::CudaStream(std::shared_ptr<const GpuDevice> device, Embedder* embedder)
@@ -46,9 +59,12 @@ CudaStream::~CudaStream() {
 
 void CudaStream::enqueue(std::shared_ptr<Task>) { GPUCOMM_ASSERT(false, "a task on a stream of " + device_->text()); }
 
-bool CudaStream::is_capturing() const {
+bool CudaStream::is_capturing() const { return is_capturing(handle_); }
+
+bool CudaStream::is_capturing(StreamHandle stream) const {
+  if (!stream) return false;  // the legacy stream cannot
   CaptureStatus status = kCaptureNone;
-  device_->check(device_->api().stream_is_capturing(handle_, &status), "cuStreamIsCapturing");
+  device_->check(device_->api().stream_is_capturing(stream, &status), "cuStreamIsCapturing");
   return status != kCaptureNone;
 }
 
@@ -66,6 +82,7 @@ bool CudaStream::query(Event event) {
   if (slot.captured) return true;
   const Current current(device_->api(), device_->context());
   if (is_capturing()) return false;
+  const Relaxed relaxed(device_->api());
   const Result result = device_->api().event_query(slot.event);
   if (result == kNotReady) return false;
   device_->check(result, "cuEventQuery");
@@ -105,7 +122,9 @@ void CudaStream::follow(Caller caller) {
 void CudaStream::lead(Caller caller, Event event) {
   if (event.ticket == 0) return;  // nothing was ever enqueued here
   const Current current(device_->api(), device_->context());
-  wait_for(stream_of(caller), slot_of(event).event);
+  const Recorded& slot = slot_of(event);
+  if (slot.captured != is_capturing(stream_of(caller))) return;  // [Note: captures]
+  wait_for(stream_of(caller), slot.event);
 }
 
 void CudaStream::order(Caller first, Caller then) {

@@ -2,6 +2,10 @@
 //
 // [Note: order between streams] An event is recorded on the stream that goes first and waited for by the other; the
 // wait takes the event as it was recorded last, so one event serves all such pairs, again and again.
+//
+// [Note: captures] What is captured as a graph cannot wait for work that is not, nor the other way round: it runs when
+// the graph is replayed, on the program's stream, and is ordered there. Work from before a capture is complete when the
+// program begins it, or comes before the replays on that stream, which waited for it at the end of its iteration.
 #pragma once
 
 #include <functional>
@@ -52,6 +56,7 @@ class CudaStream final : public Stream {
   // The slot of an event; of one long past the slot's present, later event.
   const Recorded& slot_of(Event event) const { return ring_[event.ticket % ring_.size()]; }
   void wait_for(StreamHandle then, EventHandle event);
+  bool is_capturing(StreamHandle stream) const;
 
   std::shared_ptr<const GpuDevice> device_;
   Embedder* embedder_;
