@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from gpu import environment
@@ -55,18 +56,26 @@ def main() -> int:
 
 
 def outcomes(runner: Runner, chosen: Sequence[Part], installed: bool) -> Iterator[tuple[Part, Outcome]]:
-    """Of each part in turn; those that need gpucomm are not run where it could not be built."""
+    """Of each part in turn; those that need gpucomm are not run where it could not be built.
+
+    One after the other; in a dry run, which measures nothing, two at once.
+    """
     missing = ""
     for part in chosen:
-        if part.name == "build" and installed:
-            yield part, Outcome("not run", "the gpucomm that is installed is taken")
-            continue
-        outcome = Outcome("not run", missing) if missing and part.needs_package else runner.run(part)
-        if part.name == "build" and outcome.status == "done" and not runner.dry_run:
-            runner.site = runner.folder / part.name / "site"
-        elif part.name == "build" and outcome.status != "done":
-            missing = "gpucomm was not built"
-        yield part, outcome
+        if not part.needs_package:
+            outcome = Outcome("not run", "what is installed is taken") if installed else runner.run(part)
+            missing = "" if installed or outcome.status == "done" else "gpucomm was not built"
+            yield part, outcome
+    if not installed and not runner.dry_run and not missing:
+        runner.site = runner.folder / "build" / "site"
+    rest = [part for part in chosen if part.needs_package]
+    pool = ThreadPoolExecutor(2 if runner.dry_run else 1)
+    try:
+        run = (lambda part: Outcome("not run", missing)) if missing else runner.run
+        yield from zip(rest, pool.map(run, rest), strict=True)
+    finally:
+        runner.stopped.set()
+        pool.shutdown(cancel_futures=True)
 
 
 def options() -> argparse.ArgumentParser:

@@ -10,16 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-
-BENCH = Path(__file__).resolve().parent.parent / "bench"
-sys.path.append(str(BENCH))
-
 from gpu import environment, sanitizer
 from gpu.parts import MACHINE, PARTS, NotRun, Part
 from gpu.results import Results
 from gpu.rows import Row
 from gpu.runner import Outcome, Runner
 from gpu.timing import interleaved, paired, spread
+
+BENCH = Path(__file__).resolve().parent.parent / "bench"
 
 # Does what the real one does for a program without errors: runs it, and says so.
 SANITIZER = """#!/bin/sh
@@ -79,7 +77,7 @@ def test_without_a_gpu_a_run_says_so_and_fails(tmp_path):
     ("option", "value", "named"),
     [
         ("--parts", "kernel", "part 'kernel'"),
-        ("--nccl", "/nonexistent/x", "'/nonexistent/x'"),
+        ("--nccl", "/nowhere/x", "'/nowhere/x'"),
         ("--part", "x", "--part"),
     ],
 )

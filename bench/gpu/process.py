@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--left-s", type=float, required=True)
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # not to outlive who started it
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # not to outlive the thread that started it
     faulthandler.dump_traceback_later(args.left_s, file=sys.stderr)  # what a part that is ended was at
     report = Report(args.folder / f"report_{args.rank}")
     try:

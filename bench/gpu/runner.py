@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ class Runner:
     environment: Mapping[str, str]
     rank_environment: Callable[[int], Mapping[str, str]]
     site: Path | None = None
+    stopped: threading.Event = field(default_factory=threading.Event)  # set: what runs is ended, at once
 
     def run(self, part: Part) -> Outcome:
         left_s = self.deadline - time.monotonic()
@@ -59,7 +61,7 @@ class Runner:
         started = time.monotonic()
         processes = [self._start(part, rank, folder, limit_s) for rank in range(part.ranks)]
         try:
-            in_time = _wait(processes, started + limit_s + _GRACE_S, part.killed)
+            in_time = self._wait(processes, started + limit_s + _GRACE_S, part.killed)
         finally:
             for process in processes:
                 _end(process)
@@ -88,26 +90,25 @@ class Runner:
                 start_new_session=True,
             )
 
+    def _wait(self, processes: list[subprocess.Popen], deadline: float, killed: tuple[int, ...]) -> bool:
+        """Until all have ended, or one that must not has failed and the others had a moment; False at the deadline.
 
-def _wait(processes: list[subprocess.Popen], deadline: float, killed: tuple[int, ...]) -> bool:
-    """Until all have ended, or one that must not has failed and the others had a moment; False at the deadline.
-
-    None of them is reaped: their groups' numbers stay theirs until _end().
-    """
-    running = dict(enumerate(processes))
-    while True:
-        for rank, process in list(running.items()):
-            ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is None:
-                continue
-            del running[rank]
-            if ended.si_status and rank not in killed:
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
-        if not running:
-            return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_S)
+        None of them is reaped: their groups' numbers stay theirs until _end().
+        """
+        running = dict(enumerate(processes))
+        while True:
+            for rank, process in list(running.items()):
+                ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ended is None:
+                    continue
+                del running[rank]
+                if ended.si_status and rank not in killed:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+            if not running:
+                return True
+            if time.monotonic() > deadline or self.stopped.is_set():
+                return False
+            time.sleep(_POLL_S)
 
 
 def _end(process: subprocess.Popen) -> None:
