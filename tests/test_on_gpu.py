@@ -203,6 +203,33 @@ def test_memory_of_fresh_gradients_is_not_used_again_before_they_are_packed(devi
     run(device, body)
 
 
+def test_an_iteration_is_captured_as_a_graph_between_others(device):
+    """Before it, replayed, and after it: all give the same gradients."""
+
+    def body(gpu):
+        model = mlp().to(gpu.torch_device)
+        inputs = batch(0, 0, 5, 24).to(gpu.torch_device)
+        expected = expected_gradients(model, gpu, 0)
+
+        def iteration():
+            ours.zero_grad(set_to_none=True)
+            ours(inputs).square().mean().backward()
+
+        with gpu.side_stream():
+            ours = Ours(copy.deepcopy(model), bucket_cap_mb=0.001)
+            for _ in range(3):
+                iteration()
+        gpu.synchronize()
+        replay, _ = gpu.captured(iteration)
+        for work in (replay, replay, iteration, replay, iteration):
+            for param in ours.parameters():
+                param.grad.fill_(float("nan"))
+            work()
+            assert_gradients(ours, expected)
+
+    run(device, body)
+
+
 class Foreign:
     """An array of a library that knows no DLPack, over a tensor's memory."""
 
