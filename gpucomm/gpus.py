@@ -70,6 +70,7 @@ def connect(
         parts = device, _core.CudaStream(device), kernels
         mine = {"version": nccl["version_text"], "host": socket.gethostname(), "gpu": device.pci_bus_id}
         mine |= {"text": device.text, "shares": shares_gpus(), "options": options.facts()}
+        mine["process"] = _core.process_identity()
         mine["shrinks"] = shrinking is not None and shrinking.is_possible()
         if world.rank == 0:
             mine["id"] = _core.nccl_unique_id().hex()
@@ -93,9 +94,18 @@ def connect(
         f"gpucomm {world.group.group_name}",
         options.config(),
         options.net_name or "",
+        peers=_peers(everybody, world),
         **parent,
     )
     return Gpus(device, stream, kernels, transport, cuda.gpu.current_stream(ordinal), options)
+
+
+def _peers(everybody: list[dict], world: World) -> list[tuple[int, int, int]]:
+    """The other ranks' processes that this one can watch: global rank, pid, start time."""
+    machine, _, _ = everybody[world.rank]["process"]
+    peers = zip(world.global_ranks, (facts["process"] for facts in everybody), strict=True)
+    me = world.global_ranks[world.rank]
+    return [(rank, pid, start) for rank, (where, pid, start) in peers if where == machine and rank != me]
 
 
 def _check(everybody: list[dict], global_ranks: list[int]) -> None:

@@ -3,6 +3,8 @@
 What the CPU's suite says of DistributedDataParallel is said of this too: `make test-fake-gpu`.
 """
 
+import os
+import signal
 import time
 
 import pytest
@@ -16,7 +18,7 @@ from toys import batch, mlp
 
 from gpucomm import Communicator, NonFinite, cuda
 from gpucomm import DistributedDataParallel as Ours
-from gpucomm.errors import CommError, TransportUnavailable
+from gpucomm.errors import CommError, PeerFailed, TransportUnavailable
 
 SEEDS = range(3)
 
@@ -279,3 +281,30 @@ def test_arrays_with_nothing_but_a_cuda_array_interface_are_reduced():
             raises(TypeError, "__cuda_array_interface__ of this Foreign", lambda: comm.all_reduce(Foreign(x, "|b1")))
 
     run_ranks(body, 2)
+
+
+def test_the_death_of_a_rank_of_the_same_host_ends_what_waits_for_it_on_the_device():
+    def body(rank, world):
+        with on_gpu(rank, world) as shim:
+            comm = Communicator(transport="nccl", timeout=60)
+            comm.all_reduce(torch.ones(3))
+            shim.synchronize()
+            if rank == 1:
+                time.sleep(0.2)
+                os.kill(os.getpid(), signal.SIGKILL)
+            before = time.monotonic()
+            comm.all_reduce(torch.ones(3))  # the host goes on, and might wait for its GPU from now on
+            error = None
+            while error is None and time.monotonic() < before + 20:
+                try:
+                    comm._gpus.transport.check_failure()
+                except PeerFailed as caught:
+                    error = caught
+            assert error is not None
+            assert error.rank == 1
+            assert "its process ended, and all_reduce of 3 float32 is not complete" in str(error)
+            return time.monotonic() - before
+
+    survivor, dead = run_ranks(body, 2, expect_failures=True)
+    assert dead.exitcode == -signal.SIGKILL
+    assert survivor.value < 5, survivor  # the deadline that is promised

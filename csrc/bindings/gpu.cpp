@@ -1,6 +1,7 @@
 // GPUs: a device, its streams, the kernels and the codec on them, and the transport between them.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <map>
@@ -58,7 +59,8 @@ std::shared_ptr<NcclTransport> make_transport(std::shared_ptr<GpuDevice> device,
                                               int rank, int size, const std::string& unique_id, double timeout_s,
                                               std::vector<int> global_ranks, std::string name,
                                               const std::map<std::string, int>& config, const std::string& net_name,
-                                              std::shared_ptr<NcclTransport> parent, std::vector<int> excluded) {
+                                              std::shared_ptr<NcclTransport> parent, std::vector<int> excluded,
+                                              const std::vector<std::tuple<int, pid_t, uint64_t>>& peers) {
   NcclOptions options;
   options.rank = rank;
   options.size = size;
@@ -74,6 +76,8 @@ std::shared_ptr<NcclTransport> make_transport(std::shared_ptr<GpuDevice> device,
   options.net_name = net_name;
   options.parent = std::move(parent);
   options.excluded = std::move(excluded);
+  for (const auto& [peer, pid, start_time] : peers)
+    options.peers.push_back({peer, std::make_shared<ProcessWatch>(pid, start_time)});
   options.scale = [kernels = std::move(kernels)](void* memory, DType dtype, size_t numel, double factor,
                                                  cuda::StreamHandle stream) {
     kernels->scale(memory, dtype, numel, factor, stream);
@@ -85,6 +89,11 @@ std::shared_ptr<NcclTransport> make_transport(std::shared_ptr<GpuDevice> device,
 }  // namespace
 
 void bind_gpu(py::module_& module) {
+  module.def(
+      "process_identity",
+      [] { return std::make_tuple(boot_id() + pid_namespace(), getpid(), process_start_time(getpid())); },
+      "Names of the machine and its pid namespace, this process there, its start in ticks since boot.");
+
   py::class_<GpuDevice, std::shared_ptr<GpuDevice>>(module, "GpuDevice")
       .def(py::init(&make_device), py::arg("ordinal"), py::arg("library") = "")
       .def_property_readonly("ordinal", &GpuDevice::ordinal)
@@ -126,7 +135,8 @@ void bind_gpu(py::module_& module) {
       .def(py::init(&make_transport), py::arg("device"), py::arg("kernels"), py::arg("rank"), py::arg("size"),
            py::arg("unique_id"), py::arg("timeout_s"), py::arg("global_ranks") = std::vector<int>(),
            py::arg("name") = "", py::arg("config") = std::map<std::string, int>(), py::arg("net_name") = "",
-           py::arg("parent") = nullptr, py::arg("excluded") = std::vector<int>())
+           py::arg("parent") = nullptr, py::arg("excluded") = std::vector<int>(),
+           py::arg("peers") = std::vector<std::tuple<int, pid_t, uint64_t>>())
       .def_property_readonly("can_shrink", &NcclTransport::can_shrink)
       .def("register_memory", &NcclTransport::register_memory, py::arg("memory"), py::arg("symmetric"),
            py::call_guard<py::gil_scoped_release>(), "collective where symmetric; False: not to be had on this rank")

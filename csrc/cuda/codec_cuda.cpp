@@ -109,9 +109,11 @@ void CudaCodec::launch_all(What what, size_t index, std::span<const GradPointer>
   const Planned& bucket = buckets_.at(index);
   GPUCOMM_ASSERT(grads.size() == bucket.layout.slots.size(), "bucket " + std::to_string(index));
   const Current current(device_->api(), device_->context());
-  codec::CodecArgs args{};
+  codec::CodecArgs args;  // 4 KiB, of which the kernels read no pointer but those of their slots
   args.bucket = bucket.layout.address;
+  args.partial_norms = nullptr;
   args.first_nonfinite = first_nonfinite;
+  args.device_scale = nullptr;
   args.scale = scale;
   // Zeros are packed as if of the bucket's own dtype.
   const auto dtype_of = [&](const GradPointer& grad) { return grad.address ? grad.dtype : bucket.layout.dtype; };

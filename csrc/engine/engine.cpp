@@ -9,6 +9,13 @@ namespace gpucomm {
 
 static size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
+// Nearly always there is one, and std::find is unrolled for many.
+static bool contains(const std::vector<Caller>& callers, Caller caller) {
+  for (Caller one : callers)
+    if (one == caller) return true;
+  return false;
+}
+
 Engine::Engine(EngineParts parts, size_t parameters, bool average, size_t piece_bytes)
     : parts_(std::move(parts)),
       piece_bytes_(piece_bytes),
@@ -163,8 +170,8 @@ void Engine::mark_ready(int32_t parameter, const void* grad, DType grad_dtype) {
     parts_.trace->record(TraceKind::kPack, parameter, ready, ticks(), bytes, iteration_);
   }
   ready_order_.push_back(parameter);
-  count_down(parameter);
-  launch_packed();
+  // What is handed over may have been refused, and is asked for again.
+  if (count_down(parameter) || take_) launch_packed();
 }
 
 // Where the gradient lies, until its bucket is packed. What lies in the slot already is not the parameter's `.grad`, so
@@ -175,9 +182,7 @@ void Engine::note_grad(int32_t parameter, const void* grad, DType grad_dtype) {
   Bucket& bucket = bucket_of(slot);
   bucket.grads[slot.order] = {const_cast<void*>(grad), grad_dtype};
   if (grad == nullptr || grad == slot.grad) packed_[static_cast<size_t>(parameter)] = 1;
-  if (std::find(bucket.producers.begin(), bucket.producers.end(), caller_) == bucket.producers.end()) {
-    bucket.producers.push_back(caller_);
-  }
+  if (!contains(bucket.producers, caller_)) bucket.producers.push_back(caller_);
 }
 
 // As work of the caller's, after what the other streams made for it.
@@ -204,7 +209,7 @@ void Engine::pack_bucket(size_t index) {
 
 // A stream of the program that did not take the last means may still run ahead of their reduction.
 void Engine::lead_caller() {
-  if (std::find(led_.begin(), led_.end(), caller_) != led_.end()) return;
+  if (contains(led_, caller_)) return;
   parts_.stream->lead(caller_, last_reduced_);
   led_.push_back(caller_);
 }
@@ -277,7 +282,8 @@ void Engine::request_second_round(int32_t parameter) {
   second_round_.set(static_cast<size_t>(parameter));
 }
 
-void Engine::count_down(int32_t parameter) {
+// True: something may be launched that could not be before.
+bool Engine::count_down(int32_t parameter) {
   const int32_t index = slots_[static_cast<size_t>(parameter)].bucket;
   Bucket& bucket = buckets_[static_cast<size_t>(index)];
   uint8_t& counted = counted_[static_cast<size_t>(parameter)];
@@ -286,7 +292,7 @@ void Engine::count_down(int32_t parameter) {
   --bucket.pending;
   if (parts_.bucket_codec) {
     if (bucket.pending == 0) pack_bucket(static_cast<size_t>(index));
-    return;
+    return bucket.pending == 0;
   }
   packed_[static_cast<size_t>(parameter)] = 1;
   const size_t before = bucket.in_order;
@@ -296,6 +302,7 @@ void Engine::count_down(int32_t parameter) {
   } else if (bucket.in_order > before) {
     bucket.packed = slots_[static_cast<size_t>(bucket.parameters[bucket.in_order])].offset;
   }
+  return bucket.in_order > before;
 }
 
 // Starts the reduction of every piece that is packed and before which all is launched, in plan order.
@@ -329,7 +336,8 @@ bool Engine::launch_next_piece(Bucket& bucket) {
                            .numel = end - bucket.launched,
                            .scale = is_floating(bucket.dtype) ? reduce_scale_ : 1.0,
                            .in = address,
-                           .out = address},
+                           .out = address,
+                           .bucket = static_cast<int32_t>(&bucket - buckets_.data())},
                           *parts_.stream);
   bucket.launched = end;
   if (end < bucket.numel) return true;

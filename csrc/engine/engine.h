@@ -184,7 +184,7 @@ class Engine {
   size_t piece_numel(const Bucket& bucket) const;
   void pack_in_pieces(int32_t parameter, const void* grad, DType grad_dtype);
   void check_finite(int32_t parameter, const void* packed, DType dtype, size_t numel);
-  void count_down(int32_t parameter);
+  bool count_down(int32_t parameter);
   void note_grad(int32_t parameter, const void* grad, DType grad_dtype);
   void pack_bucket(size_t bucket);
   void look_at_caller() {

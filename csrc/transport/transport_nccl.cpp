@@ -2,8 +2,6 @@
 
 #include <utility>
 
-#include "nccl/communicator.h"
-
 namespace gpucomm {
 
 namespace {
@@ -23,6 +21,7 @@ nccl::CommunicatorOptions communicator_options(const NcclOptions& options) {
           .net_name = options.net_name,
           .config = config,
           .embedder = options.embedder,
+          .peers = options.peers,
           .parent = options.parent ? options.parent->communicator() : nullptr,
           .excluded = options.excluded};
 }
@@ -45,8 +44,11 @@ nccl::RedOp op_of(const Collective& collective) {
   throw_internal("op is one of ReduceOp", std::to_string(static_cast<int>(collective.op)), __FILE__, __LINE__);
 }
 
-std::string text_of(const Collective& c) {
-  return std::string(name_of(c.kind)) + " of " + std::to_string(c.numel) + " " + std::string(name_of(c.dtype));
+nccl::Text text_of(const Collective& c) {
+  return [kind = c.kind, dtype = c.dtype, bucket = c.bucket, numel = c.numel] {
+    const std::string what = bucket < 0 ? "" : "bucket " + std::to_string(bucket) + ", ";
+    return std::string(name_of(kind)) + " of " + what + std::to_string(numel) + " " + std::string(name_of(dtype));
+  };
 }
 
 }  // namespace
@@ -114,7 +116,7 @@ void NcclTransport::start(const Collective& collective, Stream& stream) {
   const bool averages =
       collective.op == ReduceOp::kAvg && is_floating(collective.dtype) &&
       (collective.kind == CollectiveKind::kAllReduce || collective.kind == CollectiveKind::kReduceScatter);
-  if (averages && !options_.scale) throw UsageError(text_of(collective) + ": no average without kernels");
+  if (averages && !options_.scale) throw UsageError(text_of(collective)() + ": no average without kernels");
   enqueue(collective, on->handle());
   if (averages) {
     options_.scale(collective.out, collective.dtype, collective.numel, 1.0 / size(), on->handle());
@@ -124,8 +126,8 @@ void NcclTransport::start(const Collective& collective, Stream& stream) {
 void NcclTransport::enqueue(const Collective& c, cuda::StreamHandle stream) {
   const nccl::Api& api = *options_.nccl;
   const nccl::DataType type = nccl::type_of(c.dtype);
-  const std::string what = text_of(c);
-  comm_->call(what, [&](nccl::Comm comm) -> nccl::Result {
+  const nccl::Text what = text_of(c);
+  const auto body = [&](nccl::Comm comm) -> nccl::Result {
     switch (c.kind) {
       case CollectiveKind::kAllReduce:
         return api.all_reduce(c.in, c.out, c.numel, type, op_of(c), comm, stream);
@@ -139,7 +141,8 @@ void NcclTransport::enqueue(const Collective& c, cuda::StreamHandle stream) {
         break;
     }
     return nccl::kInvalidUsage;
-  });
+  };
+  comm_->call(what, std::cref(body));
   comm_->watch(what, stream);
 }
 

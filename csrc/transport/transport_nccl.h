@@ -15,14 +15,11 @@
 #include "core/embedder.h"
 #include "cuda/device.h"
 #include "cuda/stream_cuda.h"
+#include "nccl/communicator.h"
 #include "nccl/nccl_api.h"
 #include "transport/transport.h"
 
 namespace gpucomm {
-
-namespace nccl {
-class Communicator;
-}
 
 // Multiplies memory of the device by a factor, as work of the stream.
 using ScaleOnDevice =
@@ -45,6 +42,8 @@ struct NcclOptions {
   std::string net_name;  // of NCCL's network module; empty: its choice
   ScaleOnDevice scale;   // for averages of floating numbers; none: they are refused
   Embedder* embedder = nullptr;
+  std::vector<nccl::PeerProcess> peers =
+      {};  // ranks of this machine, whose death ends the collectives they are part of
   // One of whose ranks this is to have all but `excluded`, and which can_shrink() on all of those; `id` is not looked
   // at.
   std::shared_ptr<NcclTransport> parent = nullptr;

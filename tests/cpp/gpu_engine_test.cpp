@@ -419,7 +419,7 @@ void timeout(Problems* problems) {
       text = error.what();
     }
   }
-  expect(text.find("all_reduce of 224 float32") != std::string::npos, "no timeout: " + text, problems);
+  expect(text.find("all_reduce of bucket 0, 224 float32") != std::string::npos, "no timeout: " + text, problems);
   gate.open = true;
   fake_drain();
 }
