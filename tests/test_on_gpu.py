@@ -230,6 +230,42 @@ def test_an_iteration_is_captured_as_a_graph_between_others(device):
     run(device, body)
 
 
+def test_clipping_is_captured_too(device):
+    def body(gpu):
+        model = mlp().to(gpu.torch_device)
+        inputs = batch(0, 0, 5, 24).to(gpu.torch_device)
+        expected = expected_gradients(model, gpu, 0)
+        norm = torch.nn.utils.get_total_norm(expected)
+
+        def iteration():
+            ours.zero_grad(set_to_none=True)
+            ours(inputs).square().mean().backward()
+            ours.clip_grad_norm_(float(norm) / 2)
+
+        with gpu.side_stream():
+            ours = Ours(copy.deepcopy(model), bucket_cap_mb=0.001)
+            for _ in range(3):
+                iteration()
+        gpu.synchronize()
+        replay, _ = gpu.captured(iteration)
+        for work in (replay, replay, iteration, replay):
+            work()
+            assert_gradients(ours, [grad / 2 for grad in expected])
+
+    run(device, body)
+
+
+def test_what_the_host_waits_for_cannot_be_captured(device):
+    def body(gpu):
+        with gpu.side_stream():
+            ours = Ours(mlp().to(gpu.torch_device), nonfinite="raise")
+            loss_of(ours, gpu, 0).backward()
+        with pytest.raises(ValueError, match="a graph is being captured: the host cannot wait"):
+            gpu.captured(lambda: loss_of(ours, gpu, 1).backward())
+
+    run(device, body)
+
+
 class Foreign:
     """An array of a library that knows no DLPack, over a tensor's memory."""
 

@@ -13,6 +13,10 @@ namespace {
 // over counts as the later one, which is complete no earlier.
 constexpr size_t kRing = 256;
 
+constexpr const char* kCaptured =
+    "a graph is being captured: the host cannot wait for what the GPU will do in its replays (as it does with "
+    "nonfinite= other than 'pass', for one)";
+
 constexpr std::chrono::microseconds kSpin{50};
 constexpr std::chrono::milliseconds kBetweenLooks{20};
 
@@ -68,6 +72,11 @@ bool CudaStream::is_capturing(StreamHandle stream) const {
   return status != kCaptureNone;
 }
 
+void CudaStream::refuse_capture(Caller caller) const {
+  const Current current(device_->api(), device_->context());
+  if (is_capturing(stream_of(caller))) throw UsageError(kCaptured);
+}
+
 Event CudaStream::record() {
   const Current current(device_->api(), device_->context());
   Recorded& slot = ring_[(recorded_ + 1) % ring_.size()];
@@ -92,6 +101,7 @@ bool CudaStream::query(Event event) {
 
 void CudaStream::synchronize(Event event) {
   using namespace std::chrono;
+  if (event.ticket > completed_ && slot_of(event).captured) throw UsageError(kCaptured);
   const auto begin = steady_clock::now();
   auto looked = begin;
   while (!query(event)) {

@@ -33,7 +33,8 @@ class CudaStream final : public Stream {
   // An event recorded while a graph was captured counts as complete: it happens in replays only.
   bool query(Event event) override;
   void progress() override {}
-  // Polls, so that what a peer's failure left running is noticed: see watch().
+  // Polls, so that what a peer's failure left running is noticed: see watch(). Throws UsageError for an event of a
+  // capture.
   void synchronize(Event event) override;
   bool runs_by_itself() const override { return true; }
   void follow(Caller caller) override;
@@ -47,6 +48,8 @@ class CudaStream final : public Stream {
   const std::shared_ptr<const GpuDevice>& device() const { return device_; }
   // Whether the stream is part of a graph that is being captured: the host must not ask for events then.
   bool is_capturing() const;
+  // Throws UsageError if the caller is being captured: before anything is enqueued that the host is to wait for.
+  void refuse_capture(Caller caller) const;
 
  private:
   struct Recorded {
