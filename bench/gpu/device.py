@@ -6,6 +6,7 @@ needs of torch.cuda is in gpucomm/cuda.py; there the stand-in is put in its plac
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -105,8 +106,6 @@ class StandIn(Gpu):
         self._shim.synchronize()
 
     def mark(self) -> Any:
-        import time
-
         self._shim.synchronize()
         return time.perf_counter()
 

@@ -66,16 +66,6 @@ PARTS = (
         ),
         needs_package=False,
     ),
-    Part(
-        "suite",
-        "gpu.suite",
-        "the tests for a GPU",
-        90,
-        (
-            Row("failed", "tests that failed", "tests", at_most=0),
-            Row("passed", "tests that passed", "tests", at_least=1),
-        ),
-    ),
     Part("kernels", "gpu.kernels", "pack, 512 MiB in all", 40, _packing_rows()),
     Part(
         "world_one",
@@ -126,6 +116,16 @@ PARTS = (
         ),
         ranks=3,
         killed=(1,),
+    ),
+    Part(
+        "suite",
+        "gpu.suite",
+        "the tests for a GPU",
+        90,
+        (
+            Row("failed", "tests that failed", "tests", at_most=0),
+            Row("passed", "tests that passed", "tests", at_least=1),
+        ),
     ),
     Part(
         "memory",

@@ -15,6 +15,7 @@ from gpu.group import Ranks, joined, leave_together
 from gpu.place import Place
 from gpu.report import Report
 from gpu.training import SLOW_WIRE, TINY, batch, deterministic, language_model, wrapped
+from gpucomm import _core
 
 _STEPS = 20
 _BATCH = 4
@@ -27,6 +28,7 @@ def run(place: Place, report: Report) -> None:
         plain = language_model(ranks.gpu, TINY if ranks.gpu.dry_run else SLOW_WIRE)
         ours, ours_s, ours_digest = train(ranks, wrapped("ours", plain, bucket_cap_mb=_CAP_MB))
         stock, stock_s, stock_digest = train(ranks, wrapped("stock", plain, bucket_cap_mb=_CAP_MB))
+        report.facts(nccl=_core.nccl_load())
         everybody = ranks.everybody("trained", [ours, stock, ours_digest, stock_digest])
         if ranks.rank == 0:
             alike = all(len({one[i] for one in everybody}) == 1 for i in (2, 3))

@@ -18,7 +18,7 @@ from gpu.training import GPT_124M, TINY, batch, language_model, step, wrapped
 
 _STEPS = 5
 _WARM_UP_STEPS = 3
-_SECONDS = 25.0
+_SECONDS = 12.0
 _ARMS = {
     "bare": ("bare", {}),
     "stock": ("stock", {}),
