@@ -107,7 +107,12 @@ void bind_gpu(py::module_& module) {
            }),
            py::arg("device"))
       .def(
-          "follow", [](CudaStream& s, uintptr_t stream) { s.follow({reinterpret_cast<void*>(stream)}); },
+          "follow",
+          [](CudaStream& s, uintptr_t stream) {
+            const Caller caller{reinterpret_cast<void*>(stream)};
+            s.follow(caller);
+            if (s.is_capturing()) s.lead(caller, s.record());  // nothing may come after it here, to lead back
+          },
           py::arg("stream"), "orders what is enqueued here after what is enqueued there by now")
       .def(
           "synchronize", [](CudaStream& s) { s.synchronize(s.record()); }, "the host waits for all of its work")
