@@ -161,4 +161,17 @@ class Current {
   const Api& api_;
 };
 
+// Within it this thread may ask for events and free memory while a CUDA graph is captured, by whatever thread.
+class BesideCaptures {
+ public:
+  explicit BesideCaptures(const Api& api) : api_(api) { api_.thread_exchange_capture_mode(&mode_); }
+  ~BesideCaptures() { api_.thread_exchange_capture_mode(&mode_); }
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+
+ private:
+  const Api& api_;
+  CaptureMode mode_ = kCaptureRelaxed;
+};
+
 }  // namespace gpucomm::cuda

@@ -13,27 +13,10 @@ namespace {
 // over counts as the later one, which is complete no earlier.
 constexpr size_t kRing = 256;
 
-constexpr const char* kCaptured =
-    "a graph is being captured: the host cannot wait for what the GPU will do in its replays (as it does with "
-    "nonfinite= other than 'pass', for one)";
-
 constexpr std::chrono::microseconds kSpin{50};
 constexpr std::chrono::milliseconds kBetweenLooks{20};
 
 StreamHandle stream_of(Caller caller) { return static_cast<StreamHandle>(caller.stream); }
-
-// This thread may ask for events although some stream is being captured, as long as theirs is not.
-class Relaxed {
- public:
-  explicit Relaxed(const Api& api) : api_(api) { api_.thread_exchange_capture_mode(&mode_); }
-  ~Relaxed() { api_.thread_exchange_capture_mode(&mode_); }
-  Relaxed(const Relaxed&) = delete;
-  Relaxed& operator=(const Relaxed&) = delete;
-
- private:
-  const Api& api_;
-  CaptureMode mode_ = kCaptureRelaxed;
-};
 
 }  // namespace
 
@@ -63,35 +46,38 @@ CudaStream::~CudaStream() {
 
 void CudaStream::enqueue(std::shared_ptr<Task>) { GPUCOMM_ASSERT(false, "a task on a stream of " + device_->text()); }
 
-bool CudaStream::is_capturing() const { return is_capturing(handle_); }
-
-bool CudaStream::is_capturing(StreamHandle stream) const {
-  if (!stream) return false;  // the legacy stream cannot
+bool CudaStream::captures(StreamHandle stream) const {
+  if (!stream) return false;  // the legacy stream cannot, and asking it is an error while another stream captures
+  const Current current(device_->api(), device_->context());
   CaptureStatus status = kCaptureNone;
   device_->check(device_->api().stream_is_capturing(stream, &status), "cuStreamIsCapturing");
   return status != kCaptureNone;
 }
 
-void CudaStream::refuse_capture(Caller caller) const {
-  const Current current(device_->api(), device_->context());
-  if (is_capturing(stream_of(caller))) throw UsageError(kCaptured);
+// Before and after this stream may have joined one.
+void CudaStream::note_capture() {
+  if (!captures(handle_)) {
+    capture_ = 0;
+  } else if (capture_ == 0) {
+    capture_ = ++captures_;
+  }
 }
 
 Event CudaStream::record() {
   const Current current(device_->api(), device_->context());
   Recorded& slot = ring_[(recorded_ + 1) % ring_.size()];
   device_->check(device_->api().event_record(slot.event, handle_), "cuEventRecord");
-  slot.captured = is_capturing();
+  note_capture();
+  slot.capture = capture_;
   return {++recorded_};
 }
 
 bool CudaStream::query(Event event) {
   if (event.ticket <= completed_) return true;
   const Recorded& slot = slot_of(event);
-  if (slot.captured) return true;
+  if (slot.capture != 0) return true;
   const Current current(device_->api(), device_->context());
-  if (is_capturing()) return false;
-  const Relaxed relaxed(device_->api());
+  const BesideCaptures beside(device_->api());
   const Result result = device_->api().event_query(slot.event);
   if (result == kNotReady) return false;
   device_->check(result, "cuEventQuery");
@@ -101,7 +87,6 @@ bool CudaStream::query(Event event) {
 
 void CudaStream::synchronize(Event event) {
   using namespace std::chrono;
-  if (event.ticket > completed_ && slot_of(event).captured) throw UsageError(kCaptured);
   const auto begin = steady_clock::now();
   auto looked = begin;
   while (!query(event)) {
@@ -125,16 +110,20 @@ void CudaStream::wait_for(StreamHandle then, EventHandle event) {
 
 void CudaStream::follow(Caller caller) {
   const Current current(device_->api(), device_->context());
+  note_capture();
   device_->check(device_->api().event_record(between_, stream_of(caller)), "cuEventRecord");
   wait_for(handle_, between_);
+  note_capture();
 }
 
 void CudaStream::lead(Caller caller, Event event) {
   if (event.ticket == 0) return;  // nothing was ever enqueued here
   const Current current(device_->api(), device_->context());
-  const Recorded& slot = slot_of(event);
-  if (slot.captured != is_capturing(stream_of(caller))) return;  // [Note: captures]
-  wait_for(stream_of(caller), slot.event);
+  note_capture();
+  const uint64_t capture = slot_of(event).capture;
+  const bool together = captures(stream_of(caller)) ? capture != 0 && capture == capture_ : capture == 0;
+  if (!together) return;  // [Note: captures]
+  wait_for(stream_of(caller), slot_of(event).event);
 }
 
 void CudaStream::order(Caller first, Caller then) {

@@ -128,9 +128,9 @@ void Engine::mark_reduced(size_t index) {
 void Engine::arm() {
   GPUCOMM_ASSERT(mode_ == Mode::kIdle, "arm inside a backward");
   if (parts_.stream->runs_by_itself()) note_reduced();  // what was not complete when the last iteration ended
-  if (has_new_memory_ && parts_.bucket_codec) {
+  if (parts_.bucket_codec && (has_new_memory_ || measures_norm_)) {
     look_at_caller();
-    parts_.stream->follow(caller_);  // what was done with it before was work of the caller's
+    parts_.stream->follow(caller_);  // what was done with memory before was work of the caller's
   }
   has_new_memory_ = false;
   if (measures_norm_) parts_.bucket_codec->begin_norm(*parts_.stream);

@@ -38,6 +38,8 @@ constexpr ErrorText kErrors[] = {
      "operation failed due to a previous error during capture"},
     {kCaptureIsolation, "CUDA_ERROR_STREAM_CAPTURE_ISOLATION",
      "dependency created on uncaptured work in another stream"},
+    {kCapturedEvent, "CUDA_ERROR_CAPTURED_EVENT",
+     "operation not permitted on an event last recorded in a capturing stream"},
 };
 
 Result error_text(Result error, const char** text, const char* ErrorText::* member) {

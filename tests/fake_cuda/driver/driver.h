@@ -34,6 +34,7 @@ enum : Result {
   kLaunchFailed = 719,
   kCaptureInvalidatedError = 901,
   kCaptureIsolation = 905,
+  kCapturedEvent = 907,
 };
 
 inline constexpr int kMaxDevices = 16;
