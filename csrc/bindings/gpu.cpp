@@ -111,7 +111,7 @@ void bind_gpu(py::module_& module) {
           [](CudaStream& s, uintptr_t stream) {
             const Caller caller{reinterpret_cast<void*>(stream)};
             s.follow(caller);
-            if (s.is_capturing()) s.lead(caller, s.record());  // nothing may come after it here, to lead back
+            if (s.captures(s.handle())) s.lead(caller, s.record());  // nothing may come after it here, to lead back
           },
           py::arg("stream"), "orders what is enqueued here after what is enqueued there by now")
       .def(

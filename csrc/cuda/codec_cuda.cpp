@@ -96,7 +96,6 @@ Function CudaCodec::kernel(What what, DType grad, DType slot) {
 }
 
 void CudaCodec::pack(size_t bucket, std::span<const GradPointer> grads, double scale, bool check, Caller caller) {
-  if (check) stream_->refuse_capture(caller);
   int* found = check ? found_->as<int>() + bucket : nullptr;
   launch_all(What::kPack, bucket, grads, scale, found, static_cast<StreamHandle>(caller.stream));
 }
