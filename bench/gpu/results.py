@@ -1,6 +1,7 @@
 """The results as one JSON document, written again after each part, and as a table."""
 
 import json
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -71,7 +72,8 @@ class Results:
             return "dry run"
         if isinstance(value, bool):
             return "yes" if value else "no"
-        return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+        is_whole = math.isfinite(value) and (abs(value) >= 1000 or value == int(value))
+        return f"{value:,.0f}" if is_whole else f"{value:.3g}"
 
     def summary(self) -> str:
         rows = [row for part in self.parts for row in part["rows"]]
