@@ -34,6 +34,9 @@ class Communicator(_core.CommunicatorBase):
     Every rank calls the same ones in the same order, from one thread at a time. With `async_op=True` they return a
     handle with `wait()` and `done()`; the arrays belong to the operation until then.
 
+    NCCL adds in the array's dtype: 16-bit floats are rounded at each step, and integers wrap in their averages too (so
+    an average of uint8 raises ValueError). Its "min" and "max" leave NaN out; elsewhere one rank's NaN is the result.
+
     Over shared memory, arrays from `empty` are reduced in place, several times faster than ordinary ones, which are
     copied through staging memory.
 

@@ -26,6 +26,10 @@ class Gpus:
     current_stream: Callable[[], int]
     options: NcclOptions
 
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is captured of what the program does on its stream of the moment."""
+        return self.stream.captures(self.current_stream())
+
     @cached_property
     def codec(self) -> _core.CudaCodec:
         """Of one wrapper's buckets."""

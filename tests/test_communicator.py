@@ -13,10 +13,9 @@ import torch.distributed as dist
 from expect import raises
 from footprint import mapped_memfds
 from ranks import run_ranks
+from transports import each_transport
 
 from gpucomm import Communicator, DistributedDataParallel
-
-each_transport = pytest.mark.parametrize("transport", ["shm", "c10d", "loopback"])
 
 
 class OnlyDlpack:
@@ -81,6 +80,13 @@ def test_arrays_of_every_library_are_reduced_in_place(transport):
             assert (x == 2).all()
             for empty in (torch.empty(0), torch.empty(3, 0), np.empty(0, np.float32), bytearray()):
                 comm.all_reduce(empty)
+
+    run_ranks(body, 2)
+
+
+def test_what_one_library_has_is_gathered_into_an_array_of_another():
+    def body(rank, world):
+        with Communicator() as comm:
             gathered = np.zeros(2 * world, np.int32)
             comm.all_gather(gathered, torch.tensor([7, 8], dtype=torch.int32))
             assert gathered.tolist() == [7, 8] * world
@@ -125,7 +131,7 @@ def with_communicator(transport, body, world=1):
     run_ranks(rank_body, world)
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d", "loopback"])
+@each_transport
 def test_what_is_refused_is_named(transport):
     frozen = np.ones(3, np.float32)
     frozen.flags.writeable = False
@@ -256,7 +262,7 @@ def test_an_array_that_nobody_else_holds_lives_until_its_collective_is_complete(
     run_ranks(body, 2)
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d", "loopback"])
+@each_transport
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_what_outlives_the_process_group_ends_silently(transport, in_flight, monkeypatch):
     def body(rank, world):

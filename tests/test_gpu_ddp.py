@@ -3,6 +3,7 @@
 What the CPU's suite says of DistributedDataParallel is said of this too: `make test-fake-gpu`.
 """
 
+import contextlib
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ from fake_cuda.ranks import on_gpu
 from fake_cuda.shim import values
 from gradients import mean_gradients, same_on_all_ranks
 from ranks import run_ranks
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from toys import batch, mlp
 
 from gpucomm import Communicator, NonFinite, cuda
@@ -308,3 +310,163 @@ def test_the_death_of_a_rank_of_the_same_host_ends_what_waits_for_it_on_the_devi
     survivor, dead = run_ranks(body, 2, expect_failures=True)
     assert dead.exitcode == -signal.SIGKILL
     assert survivor.value < 5, survivor  # the deadline that is promised
+
+
+# ---- CUDA graphs: the stand-in holds the rules of a capture, and runs what is captured once, as it is captured
+
+
+@contextlib.contextmanager
+def captured(shim):
+    """What torch.cuda.graph does: the device has nothing to do when it begins, and a stream of its own is current."""
+    shim.synchronize()
+    stream = shim.program.stream("capture")
+    with shim.stream(stream), shim.control.capture(stream):
+        yield
+        time.sleep(0.05)  # in which threads that watch NCCL look
+    shim.control.wait_stream(shim.current, stream)  # as after a replay
+
+
+def train(ours, optimizer, rank, iteration):
+    optimizer.zero_grad()
+    loss_of(ours, rank, iteration).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_whole_iteration_is_captured_and_those_around_it_are_right(forked, wire_dtype):
+    def body(rank, world):
+        model, single = mlp(), mlp()
+        reference = torch.optim.SGD(single.parameters(), lr=0.1)
+        expected = []
+        for iteration in range(6):
+            means = mean_gradients(single, lambda m, r, i=iteration: loss_of(m, r, i), world)
+            for name, param in single.named_parameters():
+                param.grad = means[name]
+            reference.step()
+            expected.append({name: param.detach().clone() for name, param in single.named_parameters()})
+        tolerance = {} if wire_dtype is None else {"rtol": 0.02, "atol": 0.02}
+
+        def check(iteration):
+            for name, param in model.named_parameters():
+                torch.testing.assert_close(param.detach(), expected[iteration][name], **tolerance)
+
+        with on_gpu(rank, world) as shim:
+            ours = Ours(model, bucket_cap_mb=0.001, wire_dtype=wire_dtype)
+            optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+            side = shim.program.stream("forked")
+            for iteration in range(6):
+                if iteration in (2, 3):
+                    calls = [shim.control.calls(name) for name in ("cuMemAlloc_v2", "cuMemHostAlloc", "ncclMemAlloc")]
+                    with captured(shim):
+                        if not forked:
+                            train(ours, optimizer, rank, iteration)
+                        else:
+                            optimizer.zero_grad()
+                            shim.control.wait_stream(side, shim.current)
+                            with shim.stream(side):
+                                loss = loss_of(ours, rank, iteration)
+                            shim.control.wait_stream(shim.current, side)
+                            loss.backward()
+                            optimizer.step()
+                    assert calls == [
+                        shim.control.calls(name) for name in ("cuMemAlloc_v2", "cuMemHostAlloc", "ncclMemAlloc")
+                    ]
+                else:
+                    train(ours, optimizer, rank, iteration)
+                check(iteration)
+
+    run_ranks(body, 2)
+
+
+class BackToFront(torch.nn.Module):
+    """Gradients come in another order than that in which the first plan expects them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.last, self.first = torch.nn.Linear(20, 3), torch.nn.Linear(24, 20)
+
+    def forward(self, x):
+        return self.last(self.first(x).relu())
+
+
+def weighted(ours, optimizer, rank):
+    with ours.weight(2):
+        train(ours, optimizer, rank, 2)
+
+
+UNCAPTURABLE = {
+    "raise": ({"nonfinite": "raise"}, 2, train, "nonfinite='raise' has the host read"),
+    "skip": ({"nonfinite": "skip"}, 2, train, "nonfinite='skip' has the host read"),
+    "weight": ({}, 2, lambda ours, optimizer, rank, _: weighted(ours, optimizer, rank), r"weight\(\) divides by what"),
+    "first": ({}, 0, train, "run two iterations of the same kind before"),
+    "second": ({"bucket_cap_mb": 0.001}, 1, train, "run two iterations of the same kind before"),
+    "kept": ({}, 2, train, "the program keeps a gradient of an earlier iteration"),
+    "hook": ({}, 2, train, "a communication hook is called by the host"),
+}
+
+
+@pytest.mark.parametrize("what", UNCAPTURABLE)
+def test_what_a_replay_would_not_do_is_refused_before_anything_is_captured_of_it(what):
+    arguments, warmed_up, iterate, text = UNCAPTURABLE[what]
+
+    def body(rank, world):
+        with on_gpu(rank, world) as shim:
+            ours = Ours(BackToFront(), **arguments)
+            if what == "hook":
+                ours.register_comm_hook(None, allreduce_hook)
+            optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+            for iteration in range(warmed_up):
+                train(ours, optimizer, rank, iteration)
+            kept = [p.grad for p in ours.parameters()] if what == "kept" else []
+            with captured(shim):
+                raises(RuntimeError, text, lambda: iterate(ours, optimizer, rank, 2))
+            del kept[:]
+            expected = mean_gradients(ours.module, lambda m, r: loss_of(m, r, 3), world)
+            train(ours, optimizer, rank, 3)
+            for name, grad in gradients(ours).items():
+                torch.testing.assert_close(grad, expected[name])
+
+    run_ranks(body, 2)
+
+
+def test_memory_that_a_graph_writes_to_stays_when_the_buckets_move():
+    def body(rank, world):
+        with on_gpu(rank, world) as shim:
+            ours = Ours(mlp())
+            optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+            train(ours, optimizer, rank, 0)
+            train(ours, optimizer, rank, 1)
+            with captured(shim):
+                train(ours, optimizer, rank, 2)
+            of_graph = [p.grad.data_ptr() for p in ours.parameters()]
+            kept = [p.grad for p in ours.parameters()]
+            train(ours, optimizer, rank, 3)  # into new buckets, for what is kept is not overwritten
+            del kept
+            optimizer.zero_grad()
+            assert all(p.grad is None for p in ours.parameters())
+            train(ours, optimizer, rank, 4)
+            assert {p.grad.data_ptr() for p in ours.parameters()}.isdisjoint(of_graph)
+            assert all(shim.control.allocation(address) is not None for address in of_graph)
+
+    run_ranks(body, 2)
+
+
+def test_memory_of_earlier_buckets_may_be_given_back_during_a_capture():
+    def body(rank, world):
+        with on_gpu(rank, world) as shim:
+            ours = Ours(mlp())
+            optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+            train(ours, optimizer, rank, 0)
+            kept = [p.grad for p in ours.parameters()]
+            train(ours, optimizer, rank, 1)
+            train(ours, optimizer, rank, 2)
+            address = kept[0].data_ptr()
+            assert shim.control.allocation(address) is not None
+            with captured(shim):
+                del kept[:]
+                train(ours, optimizer, rank, 3)
+            assert shim.control.allocation(address) is None
+
+    run_ranks(body, 2)

@@ -37,7 +37,13 @@ struct Channel {
     return device ? Caller{reinterpret_cast<void*>(current_stream().cast<uintptr_t>())} : Caller{};
   }
 
-  ~Channel() { abandon_unfinished(); }
+  ~Channel() {
+    try {
+      abandon_unfinished();
+    } catch (const std::exception&) {
+      // The stream has failed, and what was on it with it.
+    }
+  }
 
   void forget_completed() {
     while (!in_flight.empty() && stream->query(in_flight.front().first)) in_flight.pop_front();
@@ -48,9 +54,12 @@ struct Channel {
     if (writes_after_failure) Py_INCREF(array);
   }
 
+  // On a GPU what is still written to is freed as work of the program's stream, and so after the collective.
   void abandon_unfinished() {
     for (const auto& [event, array] : in_flight) {
-      if (!stream->query(event)) abandon(array.ptr());
+      if (stream->query(event)) continue;
+      if (device) stream->lead(caller(), event);
+      abandon(array.ptr());
     }
     in_flight.clear();
   }

@@ -107,11 +107,22 @@ void bind_gpu(py::module_& module) {
            }),
            py::arg("device"))
       .def(
-          "follow", [](CudaStream& s, uintptr_t stream) { s.follow({reinterpret_cast<void*>(stream)}); },
+          "follow",
+          [](CudaStream& s, uintptr_t stream) {
+            const Caller caller{reinterpret_cast<void*>(stream)};
+            s.follow(caller);
+            if (s.captures(s.handle())) s.lead(caller, s.record());  // nothing may come after it here, to lead back
+          },
           py::arg("stream"), "orders what is enqueued here after what is enqueued there by now")
       .def(
           "synchronize", [](CudaStream& s) { s.synchronize(s.record()); }, "the host waits for all of its work")
-      .def_property_readonly("handle", [](const CudaStream& s) { return reinterpret_cast<uintptr_t>(s.handle()); });
+      .def_property_readonly("handle", [](const CudaStream& s) { return reinterpret_cast<uintptr_t>(s.handle()); })
+      .def(
+          "captures",
+          [](const CudaStream& s, uintptr_t stream) {
+            return s.captures(reinterpret_cast<cuda::StreamHandle>(stream));
+          },
+          py::arg("stream"));
 
   py::class_<CudaKernels, std::shared_ptr<CudaKernels>>(module, "CudaKernels")
       .def(py::init(&make_kernels), py::arg("device"), py::arg("nvrtc_wheels") = std::vector<std::string>(),

@@ -80,6 +80,7 @@ struct Uuid {
   F(ctx_get_current, cuCtxGetCurrent, cuCtxGetCurrent, Result(Context* context))                                       \
   F(ctx_push_current, cuCtxPushCurrent, cuCtxPushCurrent_v2, Result(Context context))                                  \
   F(ctx_pop_current, cuCtxPopCurrent, cuCtxPopCurrent_v2, Result(Context* context))                                    \
+  F(ctx_synchronize, cuCtxSynchronize, cuCtxSynchronize, Result())                                                     \
   F(ctx_get_stream_priority_range, cuCtxGetStreamPriorityRange, cuCtxGetStreamPriorityRange,                           \
     Result(int* least, int* greatest))                                                                                 \
   F(stream_create_with_priority, cuStreamCreateWithPriority, cuStreamCreateWithPriority,                               \
@@ -159,6 +160,19 @@ class Current {
 
  private:
   const Api& api_;
+};
+
+// Within it this thread may ask for events and free memory while a CUDA graph is captured, by whatever thread.
+class BesideCaptures {
+ public:
+  explicit BesideCaptures(const Api& api) : api_(api) { api_.thread_exchange_capture_mode(&mode_); }
+  ~BesideCaptures() { api_.thread_exchange_capture_mode(&mode_); }
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+
+ private:
+  const Api& api_;
+  CaptureMode mode_ = kCaptureRelaxed;
 };
 
 }  // namespace gpucomm::cuda

@@ -54,6 +54,7 @@ DeviceMemory::DeviceMemory(std::shared_ptr<const GpuDevice> device, size_t bytes
 DeviceMemory::~DeviceMemory() {
   try {
     const Current current(device_->api(), device_->context());
+    const BesideCaptures beside(device_->api());
     device_->api().mem_free(address_);
   } catch (const CudaError&) {
     // The context is gone, and the memory with it.
@@ -68,6 +69,7 @@ PinnedMemory::PinnedMemory(std::shared_ptr<const GpuDevice> device, size_t bytes
 PinnedMemory::~PinnedMemory() {
   try {
     const Current current(device_->api(), device_->context());
+    const BesideCaptures beside(device_->api());
     device_->api().mem_free_host(address_);
   } catch (const CudaError&) {
     // The context is gone, and the memory with it.

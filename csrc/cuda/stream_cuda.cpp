@@ -46,26 +46,38 @@ CudaStream::~CudaStream() {
 
 void CudaStream::enqueue(std::shared_ptr<Task>) { GPUCOMM_ASSERT(false, "a task on a stream of " + device_->text()); }
 
-bool CudaStream::is_capturing() const {
+bool CudaStream::captures(StreamHandle stream) const {
+  if (!stream) return false;  // the legacy stream cannot, and asking it is an error while another stream captures
+  const Current current(device_->api(), device_->context());
   CaptureStatus status = kCaptureNone;
-  device_->check(device_->api().stream_is_capturing(handle_, &status), "cuStreamIsCapturing");
+  device_->check(device_->api().stream_is_capturing(stream, &status), "cuStreamIsCapturing");
   return status != kCaptureNone;
+}
+
+// Before and after this stream may have joined one.
+void CudaStream::note_capture() {
+  if (!captures(handle_)) {
+    capture_ = 0;
+  } else if (capture_ == 0) {
+    capture_ = ++captures_;
+  }
 }
 
 Event CudaStream::record() {
   const Current current(device_->api(), device_->context());
   Recorded& slot = ring_[(recorded_ + 1) % ring_.size()];
   device_->check(device_->api().event_record(slot.event, handle_), "cuEventRecord");
-  slot.captured = is_capturing();
+  note_capture();
+  slot.capture = capture_;
   return {++recorded_};
 }
 
 bool CudaStream::query(Event event) {
   if (event.ticket <= completed_) return true;
   const Recorded& slot = slot_of(event);
-  if (slot.captured) return true;
+  if (slot.capture != 0) return true;
   const Current current(device_->api(), device_->context());
-  if (is_capturing()) return false;
+  const BesideCaptures beside(device_->api());
   const Result result = device_->api().event_query(slot.event);
   if (result == kNotReady) return false;
   device_->check(result, "cuEventQuery");
@@ -98,13 +110,19 @@ void CudaStream::wait_for(StreamHandle then, EventHandle event) {
 
 void CudaStream::follow(Caller caller) {
   const Current current(device_->api(), device_->context());
+  note_capture();
   device_->check(device_->api().event_record(between_, stream_of(caller)), "cuEventRecord");
   wait_for(handle_, between_);
+  note_capture();
 }
 
 void CudaStream::lead(Caller caller, Event event) {
   if (event.ticket == 0) return;  // nothing was ever enqueued here
   const Current current(device_->api(), device_->context());
+  note_capture();
+  const uint64_t capture = slot_of(event).capture;
+  const bool together = captures(stream_of(caller)) ? capture != 0 && capture == capture_ : capture == 0;
+  if (!together) return;  // [Note: captures]
   wait_for(stream_of(caller), slot_of(event).event);
 }
 

@@ -70,9 +70,14 @@ Memory NcclTransport::allocate(size_t bytes) {
   if (options_.nccl->mem_alloc) {
     void* address = nullptr;
     nccl::check(*options_.nccl, options_.nccl->mem_alloc(&address, wanted), "ncclMemAlloc");
-    owner = {address, [nccl = options_.nccl, device](void* memory) {
+    owner = {address, [nccl = options_.nccl, device, embedder = options_.embedder](void* memory) {
                try {
                  const cuda::Current context(device->api(), device->context());
+                 const cuda::BesideCaptures beside(device->api());
+                 // It is unmapped, which unlike cuMemFree does not wait for what still uses it.
+                 if (embedder) embedder->before_blocking();
+                 device->api().ctx_synchronize();
+                 if (embedder) embedder->after_blocking();
                  nccl->mem_free(memory);
                } catch (const CommError&) {
                  // The context is gone, and the memory with it.
@@ -113,9 +118,14 @@ void NcclTransport::start(const Collective& collective, Stream& stream) {
     throw UsageError("barrier: it is the hosts that meet, not their GPUs: through another transport");
   }
   if (collective.scale != 1.0) throw UsageError("scale is " + std::to_string(collective.scale) + ", NCCL takes none");
-  const bool averages =
-      collective.op == ReduceOp::kAvg && is_floating(collective.dtype) &&
-      (collective.kind == CollectiveKind::kAllReduce || collective.kind == CollectiveKind::kReduceScatter);
+  const bool averages_any = collective.op == ReduceOp::kAvg && (collective.kind == CollectiveKind::kAllReduce ||
+                                                                collective.kind == CollectiveKind::kReduceScatter);
+  if (averages_any && collective.dtype == DType::kUInt8) {
+    throw UsageError(text_of(collective)() +
+                     ": NCCL adds bytes in 8 bits, a sum beyond 255 would give another average: "
+                     "take the average of a wider dtype");
+  }
+  const bool averages = averages_any && is_floating(collective.dtype);
   if (averages && !options_.scale) throw UsageError(text_of(collective)() + ": no average without kernels");
   enqueue(collective, on->handle());
   if (averages) {

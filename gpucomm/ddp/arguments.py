@@ -62,6 +62,7 @@ class Arguments:
     wire_dtype: torch.dtype | None
     audit_every: int
     nccl_options: NcclOptions | None
+    overlap: bool | None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -350,4 +351,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "wire_dtype": lambda name, value: check_wire_dtype(value),
     "audit_every": _interval,
     "nccl_options": _optional(_nccl_options),
+    "overlap": _optional(_flag),
 }

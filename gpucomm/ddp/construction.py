@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch._utils import _get_device_index
 
 from gpucomm import _core
@@ -13,7 +14,7 @@ from gpucomm.ddp.audit import Audit
 from gpucomm.ddp.mixed_precision import MixedPrecision
 from gpucomm.ddp.replicas import broadcast_tensors, check_same_model
 from gpucomm.errors import TransportUnavailable
-from gpucomm.gpus import connect, device_of
+from gpucomm.gpus import Gpus, connect, device_of
 from gpucomm.reduction import step_guard  # noqa: F401  it watches optimizers from when it is imported
 from gpucomm.reduction.layout.buckets import MIB
 from gpucomm.reduction.layout.parameters import ParameterTable
@@ -137,10 +138,21 @@ class Connection:
             skip_unused=ddp.skip_all_reduce_unused_params,
             wire=arguments.wire,
             gpus=gpus,
+            overlap=_overlaps(ddp, world, gpus),
         )
         if ddp._precision is not None:
             reduction.on_backward = ddp._precision.on_backward_end
         return cls(comm, audit, reduction)
+
+
+def _overlaps(ddp: "DistributedDataParallel", world: World, gpus: Gpus | None) -> bool:
+    """Whether buckets are reduced while backward runs: see the argument."""
+    asked = ddp._arguments.overlap
+    if asked is not None:
+        return asked
+    may_differ = ddp.find_unused_parameters or ddp._arguments.static_graph
+    has_others = world.size < dist.get_world_size()
+    return not (gpus is not None and may_differ and has_others)
 
 
 def check_gpu_transport(world: World) -> None:

@@ -62,6 +62,11 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
             memory of their gradient and of its form on the wire. The variable GPUCOMM_WIRE_DTYPE is the default.
         audit_every: run audit() in the first training forward after every so many reductions; 0: never.
         nccl_options: an NcclOptions for parameters on GPUs: what NCCL may take, and whether it registers the buckets.
+        overlap: False: buckets are reduced when backward ends, after all that it launched. For a program with further
+            communicators on its GPUs (tensor or pipeline parallel) whose ranks do not all use the same parameters: in
+            backward buckets and its own collectives would come in another order on each, and wait for each other.
+            None: False where that can be (on GPUs, find_unused_parameters or static_graph, and the group is a part of
+            all ranks), else True.
 
     Raises:
         ModelsDiffer: the ranks' models differ; on every rank, naming the first difference.
@@ -110,6 +115,7 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
         wire_dtype: torch.dtype | None = None,
         audit_every: int = 0,
         nccl_options: NcclOptions | None = None,
+        overlap: bool | None = None,
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -143,6 +149,7 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
                 wire_dtype=wire_dtype,
                 audit_every=audit_every,
                 nccl_options=nccl_options,
+                overlap=overlap,
             )
             check_module(module)
             world = World.of(group, arguments.timeout, arguments.transport, str(arguments.wire))

@@ -120,7 +120,7 @@ class CommHooks:
         which a parameter got a second gradient."""
         for index, bucket in enumerate(self._slots.plan.buckets):
             late = bool(self._late) and any(slot.parameter in self._late for slot in bucket.slots)
-            self._engine.hold_back(index, self._learning or late)
+            self._engine.hold_back(index, self._slots.held or self._learning or late)
 
     def add_late(self, parameter: int, grad: torch.Tensor) -> bool:
         """A second gradient for a packed slot: added to it, unless its hook was called already: then False."""

@@ -28,6 +28,7 @@ from gpucomm.gpus import Gpus
 from gpucomm.reduction.agreement.finite import FiniteCheck
 from gpucomm.reduction.agreement.headers import Agreement
 from gpucomm.reduction.backward import BackwardEnd, OneBackward, TwoBackwards, queue_at_outermost_end
+from gpucomm.reduction.capture import Captures
 from gpucomm.reduction.comm_hooks import CommHooks, Hook, HookNotes
 from gpucomm.reduction.completion import Completion
 from gpucomm.reduction.engine import make_engine
@@ -56,6 +57,7 @@ class Reducer:
     piece_bytes: buckets are packed and reduced in pieces of this size, 0: each as a whole.
     allow_unused, static_graph: see Usage. nonfinite: see FiniteCheck. wire: how gradients travel, see Wire.
     comm: brings the transport; collectives of the wrapper and of the engine come in one order on its stream.
+    overlap: False: buckets wait for the end of backward.
     gpus: the parameters are there; then transport and stream are what the hosts tell each other by.
     """
 
@@ -77,6 +79,7 @@ class Reducer:
         skip_unused: bool = False,
         wire: Wire | None = None,
         gpus: Gpus | None = None,
+        overlap: bool = True,
     ) -> None:
         self.table = table
         self.params = table.params
@@ -85,6 +88,7 @@ class Reducer:
         self.comm = comm
         self.transport = transport
         self._gpus = gpus
+        self._captures = Captures(gpus)
         self._transports = [transport, *([gpus.transport] if gpus else [])]
         self.trace = _core.Trace()
         self.engine = make_engine(self.params, transport, stream, self.trace, piece_bytes, gpus)
@@ -98,6 +102,7 @@ class Reducer:
             table.sparse,
             delayed,
             skip_unused,
+            held=not overlap,
         )
         self.sync_requested: Callable[[], bool] = lambda: True
 
@@ -208,6 +213,8 @@ class Reducer:
                 "backward in a process that was forked from one whose gradients are reduced: a child cannot take its "
                 "place in the group; use the module of the wrapper in it, copied, or no_sync()"
             )
+        if self._captures.is_under_way():
+            self._captures.begin(self.slots, self.finite, self.agreement)
         if reduce:
             self._ready_slots()
         self._one_backward.note_thread()

@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -319,27 +320,41 @@ void new_memory(Problems* problems) {
   expect(rank.param(0)[1] == 1.0f, "a mean", problems);
 }
 
-// The norm of the means is summed up beside backward, and the host reads it where it reads the means.
-void norm(Problems* problems) {
+// Buckets get other memory while the device still works on what they had, which goes with its last owner.
+void replaced_memory(Problems* problems) {
   Rank rank;
   rank.program = caller_of(rank.main);
-  rank.engine->set_measure_norm(true);
   for (int iteration = 0; iteration < 3; ++iteration) {
-    double expected = 0;
-    for (int32_t p = 0; p < kParameters; ++p) {
-      const std::vector<float> values(kNumel, static_cast<float>(p + iteration));
-      rank.upload(*rank.sources[p], values);
-      expected += static_cast<double>(kNumel) * (p + iteration) * (p + iteration);
-    }
     rank.engine->arm();
     for (int32_t p = kParameters - 1; p >= 0; --p) rank.backward(p);
     rank.finish();
-    const auto squared = rank.codec->squared_norm();
-    rank.api->memcpy_dtod_async(rank.params[0]->address(), squared->address(), sizeof(float), rank.main.handle());
-    rank.stream->follow(rank.program);  // as whoever reads it does, before the next sum begins
-    if (iteration == 1) continue;
-    expect(rank.param(0)[0] == static_cast<float>(expected), "the norm", problems);
     rank.step();
+    for (size_t b = 0; b < kParameters / kPerBucket; ++b) {
+      rank.engine->replace_memory(b, rank.transport->allocate(kPerBucket * kSlot * sizeof(float)));
+    }
+  }
+  expect_means(rank, problems);
+}
+
+// The norm of the means is summed up beside backward, and read on the stream that takes the means; the next iteration
+// is another stream's.
+void norm(Problems* problems) {
+  Rank rank;
+  rank.engine->set_measure_norm(true);
+  for (int iteration = 0; iteration < 4; ++iteration) {
+    rank.make_apart(iteration, 0x40);
+    rank.finish();
+    rank.api->memcpy_dtod_async(rank.means[iteration]->address(), rank.codec->squared_norm()->address(), sizeof(float),
+                                static_cast<cuda::StreamHandle>(rank.program.stream));
+    rank.stream->follow(rank.program);  // as whoever reads it does, before the next sum begins
+  }
+  fake_drain();
+  float element = 0;
+  std::memset(&element, 0x40, sizeof element);
+  for (int iteration = 0; iteration < 4; ++iteration) {
+    const float sum = *rank.means[iteration]->as<float>();  // the stand-in's memory is the host's
+    const float expected = static_cast<float>(kParameters * kNumel) * element * element;
+    expect(std::abs(sum - expected) < 1e-4f * expected, "the norm is " + std::to_string(sum), problems);
   }
 }
 
@@ -424,6 +439,37 @@ void timeout(Problems* problems) {
   fake_drain();
 }
 
+// Graphs are captured of two iterations, between others on another stream: the first of what comes on one stream, the
+// second of two, where the bucket that is launched first is packed last and on the stream that was forked.
+void captured(Problems* problems) {
+  Rank rank;
+  const std::vector<int32_t> in_order{5, 4, 3, 2, 1, 0}, first_last{3, 2, 1, 0, 5, 4};
+  const auto iterate = [&](const cuda::CudaStream& on, const std::vector<int32_t>& parameters, bool forks) {
+    rank.program = caller_of(on);
+    rank.engine->arm();
+    if (forks) rank.order(caller_of(on), caller_of(rank.side));
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (forks && i == parameters.size() - kPerBucket) rank.program = caller_of(rank.side);
+      rank.backward(parameters[i]);
+    }
+    rank.program = caller_of(on);
+    if (forks) rank.order(caller_of(rank.side), caller_of(on));  // the end of backward, by autograd
+    rank.finish();
+    rank.step();
+  };
+  iterate(rank.side, in_order, false);
+  fake_synchronize(rank.side.handle());  // whoever captures has waited for the device
+  for (const bool forks : {false, true}) {
+    fake_begin_capture(rank.main.handle(), 0);
+    iterate(rank.main, forks ? first_last : in_order, forks);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // in which the watcher looks
+    expect(fake_end_capture(rank.main.handle()), "the capture is broken", problems);
+    fake_synchronize(rank.main.handle());
+  }
+  iterate(rank.side, in_order, false);
+  expect_means(rank, problems);
+}
+
 const std::vector<std::pair<std::string, std::function<void(Problems*)>>> scenarios = {
     {"plain", plain},
     {"two_producers", two_producers},
@@ -431,10 +477,12 @@ const std::vector<std::pair<std::string, std::function<void(Problems*)>>> scenar
     {"another_stream_packs", another_stream_packs},
     {"narrow_wire", narrow_wire},
     {"new_memory", new_memory},
+    {"replaced_memory", replaced_memory},
     {"norm", norm},
     {"finite_check", finite_check},
     {"unused_and_again", unused_and_again},
     {"host_does_not_wait", host_does_not_wait},
+    {"captured", captured},
     {"timeout", timeout},
 };
 

@@ -5,6 +5,8 @@ THREADS = "torch's tensors stand for those of a GPU on one thread only"
 ORDER = "NCCL adds in an order of its own, rounded at each step: equal on all ranks, not between layouts"
 CPU_WIRE = "how a process group carries what travels between hosts; gradients go through NCCL"
 CPU_PACK = "gradients are packed bucket by bucket on a GPU, not one by one"
+NANS = "NCCL's minimum and maximum leave NaN out, as fmin and fmax do"
+DEVICES = "torch's tensors are on the GPU here, NumPy's arrays are not"
 TRACE = "reductions are in the trace once the host noticed that they are done, which may be later"
 DRAIN = "the stand-in's host waits at the end for collectives whose peer has gone"
 
@@ -19,6 +21,8 @@ DIFFERENT = {
     "test_the_slots_behind_an_unused_one_do_not_wait_for_the_end_of_backward": CPU_PACK,
     "test_half_as_many_bytes_travel": TRACE,
     "test_an_interrupt_while_an_operation_is_started_ends_every_rank": CPU_WIRE,
+    "test_a_nan_of_any_rank_is_the_minimum_and_the_maximum[nccl]": NANS,
+    "test_what_one_library_has_is_gathered_into_an_array_of_another": DEVICES,
     "test_a_wrapper_that_is_dropped_fails_the_peers_that_train_on": DRAIN,
 }
 

@@ -103,15 +103,16 @@ def on_gpu_whatever_transport(rank: int, world: int) -> Iterator[None]:
     from gpucomm import communicator
     from gpucomm.ddp import construction
 
-    join = communicator.Communicator._join
+    over = communicator.Communicator.over
 
-    def joined(self: Any, transport: Any, *args: Any) -> None:
-        join(self, transport, *args)
-        self.transport = transport.name()
+    def named_for_the_hosts(transport: Any, *args: Any) -> Any:
+        made = over(transport, *args)
+        made.transport = transport.name()
+        return made
 
     with (
         mock.patch.object(construction, "check_gpu_transport", return_value=None),
-        mock.patch.object(communicator.Communicator, "_join", joined),
+        mock.patch.object(communicator.Communicator, "over", named_for_the_hosts),
         on_gpu(rank, world),
     ):
         yield

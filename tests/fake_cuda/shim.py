@@ -22,6 +22,7 @@ import torch
 from fake_cuda.autograd_streams import AutogradStreams
 from fake_cuda.control import Control
 from fake_cuda.program import Program
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -50,6 +51,8 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
 def _is_memory(value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)
+        and not isinstance(value, FakeTensor)
+        and not hasattr(value, "__tensor_flatten__")
         and value.device.type == "cpu"
         and value.layout == torch.strided
         and value.numel() > 0
@@ -168,6 +171,8 @@ class CudaShim(TorchDispatchMode):
     # ---- ops
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # tensors that are made of others, as DTensor: the ops on those come next
         kwargs = kwargs or {}
         reads: list[torch.Tensor] = []
         writes: list[torch.Tensor] = []

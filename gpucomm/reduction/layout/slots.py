@@ -29,7 +29,8 @@ class Slots:
     from the start and keep; else one in registration order, to be followed by one in ready order. wire: how gradients
     travel. sparse: indices of parameters whose gradients are expected to be sparse; a bucket has no slot for these.
     delayed: indices of those that are reduced together, after all others. skip_unused: the plan in ready order leaves
-    out what nobody used; should it be used later, it goes in a second round and has a slot from then on.
+    out what nobody used; should it be used later, it goes in a second round and has a slot from then on. held: buckets
+    wait for the end of backward.
 
     views: what of each parameter's gradient this rank holds, in its slot or unpacked beside it; None: no slot. grads:
     what is installed as `.grad`: the view, or a distributed tensor around it.
@@ -46,7 +47,9 @@ class Slots:
         sparse: Container[int] = (),
         delayed: Collection[int] = (),
         skip_unused: bool = False,
+        held: bool = False,
     ) -> None:
+        self.held = held
         self.is_final = plan is not None
         self._params = params
         self._engine = engine
@@ -79,6 +82,8 @@ class Slots:
             for bucket, memory in zip(plan.buckets, self.memories, strict=True)
         ]
         self._engine.set_plan(buckets, plan.layout_hash)
+        for index in range(len(buckets)):
+            self._engine.hold_back(index, self.held)
         self.views: list[torch.Tensor | None] = [None] * len(self._params)
         self._layouts = _core.ViewLayouts()
         self._distributed: dict[int, DistributedGrad] = {}
@@ -133,15 +138,19 @@ class Slots:
         self._distributed.pop(index, None)
         self.grads[index] = grad
 
-    def free(self) -> None:
-        """Gives buckets new memory in which somebody still keeps a gradient, so that it is never overwritten."""
+    def stale_buckets(self) -> set[int]:
+        """Those in which somebody still keeps a gradient."""
         stale_views = _core.stale_views(self._engine, self._params, self.views, self._layouts, GRAD_REFERENCES)
         stale = {self._bucket_of[i] for i in stale_views}
         stale.update(i for i, memory in enumerate(self.memories) if memory.aliased())
         for parameter, grad in self._distributed.items():
             if grad.is_kept(self._params[parameter], GRAD_REFERENCES):
                 stale.add(self._bucket_of[parameter])
-        for index in stale:
+        return stale
+
+    def free(self) -> None:
+        """Gives buckets new memory in which somebody still keeps a gradient, so that it is never overwritten."""
+        for index in self.stale_buckets():
             bucket, old = self.plan.buckets[index], self.memories[index]
             fresh = self._arena.replace(bucket.nbytes) if old.in_slots else old.memory
             memory = BucketMemory(bucket, fresh, self.specs)

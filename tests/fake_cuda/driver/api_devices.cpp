@@ -38,6 +38,8 @@ constexpr ErrorText kErrors[] = {
      "operation failed due to a previous error during capture"},
     {kCaptureIsolation, "CUDA_ERROR_STREAM_CAPTURE_ISOLATION",
      "dependency created on uncaptured work in another stream"},
+    {kCapturedEvent, "CUDA_ERROR_CAPTURED_EVENT",
+     "operation not permitted on an event last recorded in a capturing stream"},
 };
 
 Result error_text(Result error, const char** text, const char* ErrorText::* member) {
@@ -178,6 +180,14 @@ Result cuCtxPopCurrent(Context* context) {
   if (contexts.empty()) return call.misuse(kInvalidContext, "no context is current on this thread");
   if (context) *context = contexts.back();
   contexts.pop_back();
+  return kSuccess;
+}
+
+Result cuCtxSynchronize() {
+  Call call("cuCtxSynchronize", Needs::kContext);
+  if (call.is_refused()) return call.result();
+  if (call.is_unsafe_in_capture()) return kStreamCaptureUnsupported;
+  synchronise(call, call.symbol());
   return kSuccess;
 }
 

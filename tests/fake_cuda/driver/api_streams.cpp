@@ -70,7 +70,10 @@ Result cuStreamWaitEvent(StreamHandle stream_handle, EventHandle event_handle, u
   if (from && !stream->capture) {
     const bool is_under_way = std::any_of(queues().streams().all().begin(), queues().streams().all().end(),
                                           [&](const auto& other) { return other->capture == from; });
-    if (is_under_way) stream->capture = from;
+    if (!is_under_way)
+      return call.misuse(kCapturedEvent, stream->name + " waits for " + event->name +
+                                             ", which was recorded in a capture that has ended");
+    stream->capture = from;
   }
   queues().enqueue(*stream, marker("wait for " + event->name), {event->record});
   return kSuccess;

@@ -65,6 +65,12 @@ bool fake_order(CUstream_st* first_handle, CUstream_st* then_handle) {
   CUstream_st* first = find_stream("fake_order", first_handle);
   CUstream_st* then = find_stream("fake_order", then_handle);
   if (!first || !then) return false;
+  // As an event that is recorded on the one and waited for on the other brings it into the other's capture.
+  if (then->capture && first->capture != then->capture) {
+    then->capture_broken = true;
+    return misused("fake_order", then->name + " captures and waits for " + first->name + ", which does not");
+  }
+  then->capture = first->capture;
   Work record, wait;
   record.name = "record by the test";
   wait.name = "wait by the test";

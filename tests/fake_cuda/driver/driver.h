@@ -34,6 +34,7 @@ enum : Result {
   kLaunchFailed = 719,
   kCaptureInvalidatedError = 901,
   kCaptureIsolation = 905,
+  kCapturedEvent = 907,
 };
 
 inline constexpr int kMaxDevices = 16;
@@ -96,5 +97,8 @@ using Locked = std::lock_guard<std::recursive_mutex>;
 bool misused(const char* function, const std::string& text);          // reports it, and is false
 CUstream_st* find_stream(const char* function, StreamHandle handle);  // null, and reported: there is no such stream
 CUctx_st* current_context();                                          // of this thread, null: none
+
+// The host waits for all work of the call's device, and knows that it is done.
+void synchronise(const Call& call, const std::string& what);
 
 }  // namespace fake
