@@ -88,6 +88,27 @@ def test_a_block_reused_under_checkpointing_is_reduced_as_late_deltas(reentrant,
     run_ranks(body, 2)
 
 
+def test_gradients_that_are_added_to_the_last_means_and_come_in_parts_are_reduced_with_them():
+    """Nobody calls zero_grad, so the first part is added to where the mean lies, in the bucket."""
+
+    def body(rank, world):
+        model = mlp()
+        ours = Ours(copy.deepcopy(model), bucket_cap_mb=0.001)
+
+        def loss(m, r, iteration):
+            parts = batch(r, iteration, 6, 24).requires_grad_().split(2)
+            return sum(checkpoint(m, part, use_reentrant=True).square().sum() for part in parts)
+
+        total = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
+        for iteration in range(4):
+            means = mean_gradients(model, lambda m, r, i=iteration: loss(m, r, i), world)
+            total = {name: total[name] + means[name] for name in total}
+            loss(ours, rank, iteration).backward()
+            assert_mean(ours, total)
+
+    run_ranks(body, 2)
+
+
 def test_the_whole_model_under_a_reentrant_checkpoint_ends_its_backward_once():
     def body(rank, world):
         model = mlp()

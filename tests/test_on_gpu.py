@@ -6,6 +6,7 @@ import sys
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import kernel_checks
 import pytest
@@ -16,7 +17,7 @@ from gpu.place import Place
 from ranks import run_ranks
 from toys import batch, mlp
 
-from gpucomm import Communicator, NonFinite, _core, libraries
+from gpucomm import Communicator, NonFinite, _core, cuda, libraries
 from gpucomm import DistributedDataParallel as Ours
 from gpucomm.errors import TransportUnavailable
 
@@ -327,3 +328,16 @@ def test_arrays_of_cupy_are_reduced_in_place():
             assert x.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
     run("gpu", body)
+
+
+def test_the_default_stream_is_recorded_as_itself():
+    tensor, streams = mock.Mock(), mock.Mock()
+    with (
+        mock.patch.object(torch.cuda, "default_stream", streams.default),
+        mock.patch.object(torch.cuda, "ExternalStream", streams.external),
+    ):
+        cuda.TorchCuda().record_stream(tensor, 0)
+        cuda.TorchCuda().record_stream(tensor, 1234)
+    assert tensor.record_stream.call_args_list == [mock.call(streams.default()), mock.call(streams.external())]
+    assert streams.default.call_args_list[0] == mock.call(tensor.device)
+    assert streams.external.call_args_list[0] == mock.call(1234, tensor.device)

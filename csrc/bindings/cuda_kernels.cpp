@@ -43,7 +43,7 @@ void cuda_launch_kernel(cuda::CudaKernels& kernels, const std::string& name, uns
     throw UsageError(name + ": arguments of " + std::to_string(bytes.size()) + " bytes, expected " +
                      std::to_string(expected));
   }
-  const cuda::Function kernel = kernels.function(name);
+  const cuda::Function kernel = kernels.function(name.c_str());
   const cuda::GpuDevice& device = *kernels.device();
   const cuda::Current current(device.api(), device.context());
   void* pointers[] = {bytes.data()};

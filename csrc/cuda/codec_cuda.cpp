@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string_view>
 #include <utility>
 
 #include "cuda/kernel_name.h"
@@ -26,14 +27,14 @@ CudaKernels::~CudaKernels() {
   }
 }
 
-Function CudaKernels::function(const std::string& name) {
-  Function& found = functions_[name];
-  if (!found) {
-    const Current current(device_->api(), device_->context());
-    const std::string what = "cuModuleGetFunction of " + name;
-    device_->check(device_->api().module_get_function(&found, module_, name.c_str()), what.c_str());
-  }
-  return found;
+Function CudaKernels::function(const char* name) {
+  const auto known = functions_.find(std::string_view(name));
+  if (known != functions_.end()) return known->second;
+  const Current current(device_->api(), device_->context());
+  const std::string what = std::string("cuModuleGetFunction of ") + name;
+  Function found = nullptr;
+  device_->check(device_->api().module_get_function(&found, module_, name), what.c_str());
+  return functions_[name] = found;
 }
 
 void CudaKernels::scale(void* memory, DType dtype, size_t numel, double factor, StreamHandle stream) {
@@ -45,7 +46,7 @@ void CudaKernels::scale(void* memory, DType dtype, size_t numel, double factor, 
   launch(kernel_name(Kernel::kScale, dtype), codec::flat_blocks(numel), args, stream);
 }
 
-void CudaKernels::launch(const std::string& name, unsigned blocks, codec::FlatArgs args, StreamHandle stream) {
+void CudaKernels::launch(const char* name, unsigned blocks, codec::FlatArgs args, StreamHandle stream) {
   void* arguments[] = {&args};
   const Function kernel = function(name);
   const Current current(device_->api(), device_->context());

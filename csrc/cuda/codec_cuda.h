@@ -2,6 +2,7 @@
 // the slots that are uploaded once a plan.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -24,18 +25,18 @@ class CudaKernels {
   CudaKernels& operator=(const CudaKernels&) = delete;
 
   // Throws CudaError for a name that the module does not have.
-  Function function(const std::string& name);
+  Function function(const char* name);
   const std::shared_ptr<const GpuDevice>& device() const { return device_; }
 
   // One of the kernels over FlatArgs, as work of the stream.
-  void launch(const std::string& name, unsigned blocks, codec::FlatArgs args, StreamHandle stream);
+  void launch(const char* name, unsigned blocks, codec::FlatArgs args, StreamHandle stream);
   // memory[i] *= factor, as work of the stream. Floating types only.
   void scale(void* memory, DType dtype, size_t numel, double factor, StreamHandle stream);
 
  private:
   std::shared_ptr<const GpuDevice> device_;
   Module module_;
-  std::map<std::string, Function> functions_;
+  std::map<std::string, Function, std::less<>> functions_;
 };
 
 class CudaCodec final : public BucketCodec {

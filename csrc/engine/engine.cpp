@@ -174,14 +174,12 @@ void Engine::mark_ready(int32_t parameter, const void* grad, DType grad_dtype) {
   if (count_down(parameter) || take_) launch_packed();
 }
 
-// Where the gradient lies, until its bucket is packed. What lies in the slot already is not the parameter's `.grad`, so
-// nothing more can be added to it.
+// Where the gradient lies, until its bucket is packed: in the slot itself too, where it was added to the last mean.
 void Engine::note_grad(int32_t parameter, const void* grad, DType grad_dtype) {
   look_at_caller();
   const Slot& slot = slots_[static_cast<size_t>(parameter)];
   Bucket& bucket = bucket_of(slot);
   bucket.grads[slot.order] = {const_cast<void*>(grad), grad_dtype};
-  if (grad == nullptr || grad == slot.grad) packed_[static_cast<size_t>(parameter)] = 1;
   if (!contains(bucket.producers, caller_)) bucket.producers.push_back(caller_);
 }
 
@@ -274,6 +272,8 @@ void Engine::check_finite(int32_t parameter, const void* packed, DType dtype, si
 
 void Engine::mark_packed(int32_t parameter) {
   const Slot& slot = slots_[static_cast<size_t>(parameter)];
+  if (parts_.bucket_codec)
+    packed_[static_cast<size_t>(parameter)] = 1;  // it is not `.grad`: nothing is taken from there
   mark_ready(parameter, slot.grad, slot.grad_dtype);
 }
 

@@ -70,10 +70,14 @@ Memory NcclTransport::allocate(size_t bytes) {
   if (options_.nccl->mem_alloc) {
     void* address = nullptr;
     nccl::check(*options_.nccl, options_.nccl->mem_alloc(&address, wanted), "ncclMemAlloc");
-    owner = {address, [nccl = options_.nccl, device](void* memory) {
+    owner = {address, [nccl = options_.nccl, device, embedder = options_.embedder](void* memory) {
                try {
                  const cuda::Current context(device->api(), device->context());
                  const cuda::BesideCaptures beside(device->api());
+                 // It is unmapped, which unlike cuMemFree does not wait for what still uses it.
+                 if (embedder) embedder->before_blocking();
+                 device->api().ctx_synchronize();
+                 if (embedder) embedder->after_blocking();
                  nccl->mem_free(memory);
                } catch (const CommError&) {
                  // The context is gone, and the memory with it.

@@ -28,7 +28,7 @@ WARM_UP = 3  # iterations
 PADDING = 200  # of engine_cost.cpp
 FEW, MANY = 240, 480  # parameters; a launch of the pack kernel takes 504 gradients
 BUCKETS = 48
-KINDS = {"plain": "", "wire": ", wire_dtype"}
+KINDS = {"plain": "", "wire": ", wire_dtype", "norm": ", norm"}
 ALLOCATIONS = ("malloc", "calloc", "realloc", "aligned_alloc", "memalign", "posix_memalign")
 
 

@@ -1,9 +1,10 @@
 // Iterations of the engine as it drives a GPU, for callgrind to count: one rank over the stand-ins for the CUDA driver
 // and NCCL, headers by the loopback transport.
 //
-//   engine_cost PARAMETERS BUCKETS KIND     KIND: plain; wire: gradients travel as bfloat16 and are unpacked beside
-//   their
-//                                           slots; padded: kPadding instructions beside each gradient
+//   engine_cost PARAMETERS BUCKETS KIND
+//
+// KIND: plain; wire: gradients travel as bfloat16 and are unpacked beside their slots; norm: the norm of the means is
+// measured; padded: 200 instructions beside each gradient, to see that they are counted.
 //
 // Calls counted_iteration() kIterations times, of which the first ones warm up. The device's communication stream
 // stands still meanwhile and goes on in between, so that what the engine finds complete when it looks does not hang on
@@ -41,6 +42,7 @@ struct Case {
   size_t parameters;
   size_t buckets;  // a divisor of parameters
   DType wire;
+  bool norm;
   bool padded;
 };
 
@@ -73,6 +75,7 @@ class Rank {
                     .caller = [caller = Caller{program_.handle()}] { return caller; }},
         wanted.parameters, true, 0);
     engine_->on_release([](std::span<const int32_t>, std::span<const Caller>) {});
+    engine_->set_measure_norm(wanted.norm);
     plan(*transport);
     api_->memset_d8_async(grads_.address(), 0, grads_.bytes(), program_.handle());
     api_->memset_d8_async(means_.address(), 0, means_.bytes(), program_.handle());
@@ -177,10 +180,13 @@ int run(const Case& wanted) {
 
 Case case_of(const char* const* arguments) {
   const std::string_view kind = arguments[2];
-  if (kind != "plain" && kind != "wire" && kind != "padded") throw UsageError("kind is " + std::string(kind));
+  if (kind != "plain" && kind != "wire" && kind != "norm" && kind != "padded") {
+    throw UsageError("kind is " + std::string(kind));
+  }
   const Case wanted{.parameters = std::stoul(arguments[0]),
                     .buckets = std::stoul(arguments[1]),
                     .wire = kind == "wire" ? DType::kBFloat16 : DType::kFloat32,
+                    .norm = kind == "norm",
                     .padded = kind == "padded"};
   if (wanted.buckets == 0 || wanted.parameters % wanted.buckets != 0) throw UsageError("parameters by buckets");
   return wanted;
@@ -191,7 +197,7 @@ Case case_of(const char* const* arguments) {
 
 int main(int count, char** arguments) {
   if (count != 4) {
-    std::fprintf(stderr, "engine_cost PARAMETERS BUCKETS plain|wire|padded\n");
+    std::fprintf(stderr, "engine_cost PARAMETERS BUCKETS plain|wire|norm|padded\n");
     return 2;
   }
   try {

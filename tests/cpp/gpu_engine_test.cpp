@@ -320,6 +320,22 @@ void new_memory(Problems* problems) {
   expect(rank.param(0)[1] == 1.0f, "a mean", problems);
 }
 
+// Buckets get other memory while the device still works on what they had, which goes with its last owner.
+void replaced_memory(Problems* problems) {
+  Rank rank;
+  rank.program = caller_of(rank.main);
+  for (int iteration = 0; iteration < 3; ++iteration) {
+    rank.engine->arm();
+    for (int32_t p = kParameters - 1; p >= 0; --p) rank.backward(p);
+    rank.finish();
+    rank.step();
+    for (size_t b = 0; b < kParameters / kPerBucket; ++b) {
+      rank.engine->replace_memory(b, rank.transport->allocate(kPerBucket * kSlot * sizeof(float)));
+    }
+  }
+  expect_means(rank, problems);
+}
+
 // The norm of the means is summed up beside backward, and read on the stream that takes the means; the next iteration
 // is another stream's.
 void norm(Problems* problems) {
@@ -461,6 +477,7 @@ const std::vector<std::pair<std::string, std::function<void(Problems*)>>> scenar
     {"another_stream_packs", another_stream_packs},
     {"narrow_wire", narrow_wire},
     {"new_memory", new_memory},
+    {"replaced_memory", replaced_memory},
     {"norm", norm},
     {"finite_check", finite_check},
     {"unused_and_again", unused_and_again},

@@ -52,6 +52,7 @@ def _is_memory(value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and not isinstance(value, FakeTensor)
+        and not hasattr(value, "__tensor_flatten__")
         and value.device.type == "cpu"
         and value.layout == torch.strided
         and value.numel() > 0
