@@ -65,7 +65,7 @@ class NcclTransport final : public Transport {
   void abort(const std::string& reason) noexcept override;
 
   // Throws what went wrong since it was looked for last, if anything did.
-  void check_failure();
+  void check_failure() override;
   const std::shared_ptr<const cuda::GpuDevice>& device() const { return options_.device; }
 
  private:
