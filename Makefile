@@ -1,7 +1,7 @@
 # `make help` lists the targets. Everything happens in .venv and build/ of this checkout. PYTHON chooses the interpreter
 # (3.10 to 3.13), CXX the compiler, VENV a virtual environment elsewhere. tools/setup.sh installs, and only what has changed since the last call.
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-clients test-fake-gpu test-nvidia lint format bench dev cpp-test clean
+.PHONY: help train test test-all test-clients test-fake-gpu test-cost test-nvidia lint format bench dev cpp-test clean
 
 VENV ?= .venv
 VENV_PYTHON := $(abspath $(VENV))/bin/python
@@ -38,6 +38,11 @@ OVER_FAKE_GPU := ddp ddp_backward ddp_parameters unused nonfinite means wire_dty
 test-fake-gpu:  ## the suites of transports and DistributedDataParallel on a GPU that is a stand-in (5 minutes)
 	@$(SETUP) package test
 	@GPUCOMM_TEST_DEVICE=fake_cuda $(VENV_PYTHON) -m pytest $(OVER_FAKE_GPU:%=tests/test_%.py) $(ARGS)
+
+test-cost:  ## instructions of the engine per gradient and bucket on a GPU, counted (needs valgrind and GoogleTest; 2 minutes)
+	@$(SETUP) package test
+	@GPUCOMM_TEST_COST=required $(VENV_PYTHON) -m pytest tests/test_engine_cost.py $(ARGS)
+	@PYTHONPATH=tests $(VENV_PYTHON) -m cost.counts
 
 test-nvidia:  ## ours against headers, compilers and libraries of NVIDIA (fetches them, 1.3 GB; needs no GPU)
 	@$(SETUP) package test nvidia

@@ -7,17 +7,19 @@ A step is zero_grad, forward and backward of torch.cat over many tiny parameters
 accumulating one gradient per parameter, so a step's time over the number of parameters is the cost of a gradient.
 Times are CPU time of the process, all its threads together: unlike the wall clock it does not count what other jobs
 of the machine take. Arms: `bare` autograd; `hook`, an empty post-accumulate hook that is a C function; stock DDP;
-ours. The cost of a bucket is the slope between a plan of one bucket and one of many over the same parameters, all of
+ours. What autograd calls for each gradient is timed alone too (`hook call`): our hooks, and the empty one, in a loop.
+The cost of a bucket is the slope between a plan of one bucket and one of many over the same parameters, all of
 which fit in cache: with larger ones the slope is that of memory. Where a module's memory lies moves a step by more than
 what is measured, so everything is made anew several times.
 """
 
 import argparse
 import time
-from collections import deque
+from collections.abc import Callable
 
 import torch
 from harness import Sampler, Series, World, base_parser, calibrate, interleave, main, rounds_within
+from hook_calls import HookCalls, OurHookCalls, empty_hook
 from records import Record, Table, spread
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as StockDdp
@@ -48,9 +50,9 @@ class Concatenation(nn.Module):
 def wrap(arm: str, module: nn.Module, cap_bytes: int | None, transport: str) -> nn.Module:
     cap_mb = None if cap_bytes is None else cap_bytes / 2**20
     if arm == "hook":
-        ignore = deque(maxlen=0).append  # a C function that takes the parameter, keeps nothing and returns None
+        hook = empty_hook()
         for param in module.parameters():
-            param.register_post_accumulate_grad_hook(ignore)
+            param.register_post_accumulate_grad_hook(hook)
     if arm == "ours":
         import gpucomm
 
@@ -72,21 +74,35 @@ def sampler(name: str, module: nn.Module, params: list[nn.Parameter]) -> Sampler
     return Sampler(name, prepare=lambda: None, run=step, check=check, clock=time.process_time_ns)
 
 
-def measure(world: World, args: argparse.Namespace, plans: dict[str, tuple[str, int | None]], count: int, numel: int):
+def measure_steps(
+    world: World, args: argparse.Namespace, plans: dict[str, tuple[str, int | None]], count: int, numel: int
+):
     """Series of steps: `plans` maps a label to an arm and its bucket cap in bytes."""
-    placements = 1 if args.quick else PLACEMENTS
-    parts: dict[str, list[Series]] = {label: [] for label in plans}
-    for _ in range(placements):
+
+    def make() -> list[Sampler]:
         samplers = []
         for label, (arm, cap_bytes) in plans.items():
             module = Concatenation(count, numel)
             params = list(module.parameters())
             samplers.append(sampler(label, wrap(arm, module, cap_bytes, args.transport), params))
-        round_s = calibrate(world, samplers, SAMPLE_US, (1, 1 if args.quick else 20))
+        return samplers
+
+    return measure(world, args, make, 1 if args.quick else 20)
+
+
+def measure(
+    world: World, args: argparse.Namespace, make: Callable[[], list[Sampler]], most_ops: int
+) -> dict[str, Series]:
+    """Series by sampler's name. make: samplers of modules made anew; most_ops: that a sample may repeat."""
+    placements = 1 if args.quick else PLACEMENTS
+    parts: dict[str, list[Series]] = {}
+    for _ in range(placements):
+        samplers = make()
+        round_s = calibrate(world, samplers, SAMPLE_US, (1, most_ops))
         limits = (2, 4) if args.quick else (10, args.rounds)
         rounds = rounds_within(world, round_s, args.seconds / placements, limits)
         for label, series in interleave(world, samplers, rounds).items():
-            parts[label].append(series)
+            parts.setdefault(label, []).append(series)
     return {label: joined(series) for label, series in parts.items()}
 
 
@@ -96,11 +112,31 @@ def joined(parts: list[Series]) -> Series:
 
 def gradient_rows(world: World, args: argparse.Namespace, rows: "Rows") -> None:
     count = 100 if args.quick else args.count
-    series = measure(world, args, {arm: (arm, None) for arm in args.arms}, count, TINY_NUMEL)
+    series = measure_steps(world, args, {arm: (arm, None) for arm in args.arms}, count, TINY_NUMEL)
     for arm, steps in series.items():
         over_bare = over(steps, series.get("bare"), count) if arm != "bare" else None
         over_hook = over(steps, series.get("hook"), count) if arm not in ("bare", "hook") else None
         rows.write("gradient", arm, count, steps, spread(steps.us / count), over_bare, over_hook)
+
+
+def hook_rows(world: World, args: argparse.Namespace, rows: "Rows") -> None:
+    count = 100 if args.quick else args.count
+
+    def make() -> list[Sampler]:
+        empty, ours = Concatenation(count, TINY_NUMEL), Concatenation(count, TINY_NUMEL)
+        hook = empty_hook()
+        calls = {
+            "hook": HookCalls([(hook, param) for param in empty.parameters()]),
+            "ours": OurHookCalls(ours, args.transport),
+        }
+        return [calls[arm].sampler(arm) for arm in args.arms if arm in calls]
+
+    if "ours" not in args.arms:
+        return
+    series = measure(world, args, make, 1)
+    for arm, calls in series.items():
+        over_hook = over(calls, series.get("hook"), count) if arm != "hook" else None
+        rows.write("hook call", arm, count, calls, spread(calls.us / count), None, over_hook)
 
 
 def bucket_rows(world: World, args: argparse.Namespace, rows: "Rows") -> None:
@@ -109,7 +145,7 @@ def bucket_rows(world: World, args: argparse.Namespace, rows: "Rows") -> None:
     few, many = count * LINE_NUMEL * 4, PARAMS_PER_BUCKET * LINE_NUMEL * 4
     arms = [arm for arm in args.arms if arm not in ("bare", "hook")]
     plans = {f"{arm}/{number}": (arm, cap) for arm in arms for number, cap in ((1, few), (buckets, many))}
-    series = measure(world, args, plans, count, LINE_NUMEL) if plans else {}
+    series = measure_steps(world, args, plans, count, LINE_NUMEL) if plans else {}
     for arm in arms:
         one, each = series[f"{arm}/1"], series[f"{arm}/{buckets}"]
         rows.write("bucket", arm, buckets, each, over(each, one, buckets - 1))
@@ -167,6 +203,7 @@ def body(world: World, args: argparse.Namespace) -> None:
         raise SystemExit(f"bench_engine.py: world size {world.size}: the engine's own cost is measured with --ranks 1")
     rows = Rows(world, args)
     gradient_rows(world, args, rows)
+    hook_rows(world, args, rows)
     bucket_rows(world, args, rows)
     trace_rows(world, args, rows)
 

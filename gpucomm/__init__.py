@@ -24,6 +24,7 @@ from gpucomm.errors import (
 )
 from gpucomm.install import install, uninstall
 from gpucomm.launch import launch
+from gpucomm.nccl_options import NcclOptions
 from gpucomm.reduction.layout.buckets import BucketPlan
 from gpucomm.trainer import CheckpointError, Trainer
 from gpucomm.transport import Transport
@@ -39,6 +40,7 @@ __all__ = [
     "DistributedDataParallel",
     "InternalError",
     "ModelsDiffer",
+    "NcclOptions",
     "NonFinite",
     "PeerFailed",
     "ReplicasDiffer",

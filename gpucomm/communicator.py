@@ -1,15 +1,16 @@
 """Collectives on arrays in host memory and on GPUs, for programs that want more than a wrapped model."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from gpucomm import _core, cuda
-from gpucomm.gpus import Gpus, connect
+from gpucomm.gpus import Gpus, Shrinking, connect
+from gpucomm.nccl_options import NcclOptions
 from gpucomm.transport import Transport, flat_tensor
-from gpucomm.world import Exchange, World, withdrawing
+from gpucomm.world import World, withdrawing
 
 _DTYPES = (
     torch.float16,
@@ -46,6 +47,7 @@ class Communicator(_core.CommunicatorBase):
             Transport.
         timeout: timedelta or seconds after which a wait raises CommTimeout naming the missing ranks; default: the
             group's.
+        nccl_options: an NcclOptions, with transport "nccl". register_buffers is for DistributedDataParallel alone.
 
     Raises:
         TransportUnavailable: a transport asked for by name cannot serve this group; on every rank.
@@ -58,12 +60,23 @@ class Communicator(_core.CommunicatorBase):
         group: dist.ProcessGroup | None = None,
         transport: str | Transport = "auto",
         timeout: timedelta | float | None = None,
+        nccl_options: NcclOptions | None = None,
     ) -> None:
         with withdrawing(group):
             world = World.of(group, timeout, transport)
+            if nccl_options is not None and world.transport != "nccl":
+                raise ValueError(f"nccl_options beside transport={world.transport!r}, which is not NCCL's")
+        self._origin: World | None = None
+        self._connect(world, nccl_options)
+
+    def _connect(self, world: World, options: NcclOptions | None, shrinking: Shrinking | None = None) -> None:
         exchange = world.meet()
-        gpus = gpus_of(world, exchange)
+        gpus = None
+        if world.transport == "nccl":  # of the program's choice
+            ordinal = cuda.gpu.current_device()
+            gpus = connect(world, exchange, -1 if ordinal is None else ordinal, options, shrinking)
         self._join(world.connect(exchange), _core.InlineStream(), gpus)
+        self._origin = world
 
     def _join(self, transport: _core.Transport, stream: _core.Stream, gpus: "Gpus | None" = None) -> None:
         super().__init__(transport, stream)
@@ -82,6 +95,7 @@ class Communicator(_core.CommunicatorBase):
         gpus: for arrays on them, in the same way.
         """
         communicator = cls.__new__(cls)
+        communicator._origin = None
         communicator._join(transport, stream, gpus)
         return communicator
 
@@ -122,6 +136,36 @@ class Communicator(_core.CommunicatorBase):
         rows = everything.view(self.world_size, longest)
         return [row[:length].clone() for row, length in zip(rows, by_rank, strict=True)]
 
+    def shrink(self, exclude: Collection[int]) -> "Communicator":
+        """A communicator of this one's ranks but those in `exclude`, for those that remain: collective among them.
+
+        Also when this one failed because the others are gone; it stays as it is, close() it. Ranks keep their order.
+        On GPUs NCCL makes it from this one's (ncclCommShrink, 2.27.3 and later) while that works, else anew.
+
+        Raises ValueError for ranks that are none, for all of them, and for this rank; RuntimeError for a communicator
+        that is closed or has no process group of its own.
+        """
+        if self._origin is None or self._transport is None:
+            raise RuntimeError("shrink: this communicator is closed, or part of a DistributedDataParallel")
+        gone = sorted(set(exclude))
+        if not gone or gone[0] < 0 or gone[-1] >= self.world_size or self.rank in gone:
+            raise ValueError(
+                f"shrink: exclude is {gone}, accepted are ranks of 0 to {self.world_size - 1} but this one, {self.rank}"
+            )
+        if not isinstance(self._origin.transport, str):
+            raise ValueError("shrink: a transport object serves one group only; make a communicator with another")
+        stay = [rank for at, rank in enumerate(self._origin.global_ranks) if at not in gone]
+        timeout = timedelta(seconds=self._origin.timeout_s)
+        group = dist.new_group(stay, timeout, use_local_synchronization=True)
+        with withdrawing(group):
+            world = World.of(group, timeout, self._origin.transport)
+        made = Communicator.__new__(Communicator)
+        options, shrinking = None, None
+        if self._gpus is not None:
+            options, shrinking = self._gpus.options, Shrinking(self._gpus, gone)
+        made._connect(world, options, shrinking)
+        return made
+
     def close(self) -> None:
         """Lets go of the transport; a peer that still waits for this rank gets PeerFailed. Idempotent."""
         self._transport = self._gpus = None
@@ -132,11 +176,3 @@ class Communicator(_core.CommunicatorBase):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def gpus_of(world: World, exchange: Exchange) -> Gpus | None:
-    """The GPU that the program has chosen, connected with its peers' by NCCL, if that was asked for; collective."""
-    if world.transport != "nccl":
-        return None
-    ordinal = cuda.gpu.current_device()
-    return connect(world, exchange, -1 if ordinal is None else ordinal)

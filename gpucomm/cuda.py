@@ -37,7 +37,11 @@ class TorchCuda:
 
     def record_stream(self, tensor: torch.Tensor, stream: int) -> None:
         """The tensor's memory is not to be used again before what the stream does with it until now is done."""
-        tensor.record_stream(torch.cuda.ExternalStream(stream, tensor.device))
+        # The default stream's handle is 0, of which ExternalStream makes another stream, of torch's pool.
+        default = stream == 0
+        tensor.record_stream(
+            torch.cuda.default_stream(tensor.device) if default else torch.cuda.ExternalStream(stream, tensor.device)
+        )
 
     def tensor_over(self, memory: _core.Memory, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """A flat tensor over a transport's device memory, which lives as long as the tensor does."""

@@ -4,12 +4,15 @@ import json
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 
 from gpucomm import _core, cuda, libraries
 from gpucomm.errors import CommError, TransportUnavailable
-from gpucomm.world import Settings, World, kernel_cache_folder, shares_gpus
+from gpucomm.nccl_options import NcclOptions
+from gpucomm.world import Exchange, Settings, World, kernel_cache_folder, shares_gpus
 
 
 @dataclass(frozen=True)
@@ -21,34 +24,46 @@ class Gpus:
     kernels: _core.CudaKernels
     transport: _core.NcclTransport
     current_stream: Callable[[], int]
+    options: NcclOptions
 
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is captured of what the program does on its stream of the moment."""
         return self.stream.captures(self.current_stream())
 
+    @cached_property
     def codec(self) -> _core.CudaCodec:
+        """Of one wrapper's buckets."""
         return _core.CudaCodec(self.kernels, self.stream)
 
 
 @dataclass(frozen=True)
-class NcclLimits:
-    """How much of a GPU NCCL may take; 0: its own choice. See NCCL's documentation of ncclConfig_t."""
+class Shrinking:
+    """What a smaller group comes from. gpus: of the larger one; excluded: its ranks that are not in the smaller one."""
 
-    min_ctas: int = 0
-    max_ctas: int = 0
-    cga_cluster_size: int = 0
-    blocking: bool = True
+    gpus: Gpus
+    excluded: list[int]
+
+    def is_possible(self) -> bool:
+        """Whether NCCL can make the communicator from the larger one's, which has no work under way then."""
+        if not self.gpus.transport.can_shrink:
+            return False
+        self.gpus.stream.synchronize()
+        return self.gpus.transport.can_shrink
 
 
 def connect(
-    world: World, exchange: Callable[[bytes], list[bytes]], ordinal: int, limits: NcclLimits | None = None
+    world: World,
+    exchange: Exchange,
+    ordinal: int,
+    options: NcclOptions | None = None,
+    shrinking: Shrinking | None = None,
 ) -> Gpus:
-    """Collective over the group; blocks until all ranks have come.
+    """Collective over the group; blocks until all ranks have come. shrinking: if there is a larger group's.
 
     Raises TransportUnavailable on every rank if one of them has no driver, no NCCL, another version of it than the
-    others, or a GPU that another rank has too; CommTimeout, CommError from NCCL's own initialisation.
+    others, other options, or a GPU that another rank has too; CommTimeout, CommError from NCCL's own initialisation.
     """
-    limits = limits or NcclLimits()
+    options = options or NcclOptions()
     mine: dict[str, object] = {}
     parts = None
     try:
@@ -58,7 +73,9 @@ def connect(
         kernels = _core.CudaKernels(device, libraries.nvrtc_wheels(), kernel_cache_folder())
         parts = device, _core.CudaStream(device), kernels
         mine = {"version": nccl["version_text"], "host": socket.gethostname(), "gpu": device.pci_bus_id}
-        mine |= {"text": device.text, "shares": shares_gpus()}
+        mine |= {"text": device.text, "shares": shares_gpus(), "options": options.facts()}
+        mine["process"] = _core.process_identity()
+        mine["shrinks"] = shrinking is not None and shrinking.is_possible()
         if world.rank == 0:
             mine["id"] = _core.nccl_unique_id().hex()
     except (CommError, ValueError) as error:
@@ -67,6 +84,9 @@ def connect(
     _check(everybody, world.global_ranks)
     assert parts is not None
     device, stream, kernels = parts
+    parent: dict[str, Any] = {}
+    if shrinking is not None and all(facts["shrinks"] for facts in everybody):
+        parent = {"parent": shrinking.gpus.transport, "excluded": shrinking.excluded}
     transport = _core.NcclTransport(
         device,
         kernels,
@@ -76,12 +96,20 @@ def connect(
         world.timeout_s,
         world.global_ranks,
         f"gpucomm {world.group.group_name}",
-        limits.min_ctas,
-        limits.max_ctas,
-        limits.cga_cluster_size,
-        limits.blocking,
+        options.config(),
+        options.net_name or "",
+        peers=_peers(everybody, world),
+        **parent,
     )
-    return Gpus(device, stream, kernels, transport, cuda.gpu.current_stream(ordinal))
+    return Gpus(device, stream, kernels, transport, cuda.gpu.current_stream(ordinal), options)
+
+
+def _peers(everybody: list[dict], world: World) -> list[tuple[int, int, int]]:
+    """The other ranks' processes that this one can watch: global rank, pid, start time."""
+    machine, _, _ = everybody[world.rank]["process"]
+    peers = zip(world.global_ranks, (facts["process"] for facts in everybody), strict=True)
+    me = world.global_ranks[world.rank]
+    return [(rank, pid, start) for rank, (where, pid, start) in peers if where == machine and rank != me]
 
 
 def _check(everybody: list[dict], global_ranks: list[int]) -> None:
@@ -95,6 +123,10 @@ def _check(everybody: list[dict], global_ranks: list[int]) -> None:
             raise TransportUnavailable(
                 f"NCCL is {first['version']} on rank {global_ranks[0]} and {facts['version']} on rank {rank}: install "
                 "the same on all ranks"
+            )
+        if facts["options"] != first["options"]:
+            raise TransportUnavailable(
+                f"nccl_options differ: {first['options']} on rank {global_ranks[0]}, {facts['options']} on rank {rank}"
             )
     seen: dict[tuple[str, str], int] = {}
     for rank, facts in zip(global_ranks, everybody, strict=True):

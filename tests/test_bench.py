@@ -64,6 +64,7 @@ def test_ddp_bench_checks_gradients_of_all_eight_models(tmp_path):
 def test_engine_bench_times_gradients_and_buckets(tmp_path):
     found = records(tmp_path, "bench_engine.py")
     assert arms_of(found, what="gradient") == {"bare", "hook", "stock", "stock_views", "ours"}
+    assert arms_of(found, what="hook call") == {"hook", "ours"}
     assert arms_of(found, what="bucket") == {"stock", "stock_views", "ours"}
     assert arms_of(found, what="trace event") == {"ours"}
 

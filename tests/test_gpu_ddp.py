@@ -4,6 +4,8 @@ What the CPU's suite says of DistributedDataParallel is said of this too: `make 
 """
 
 import contextlib
+import os
+import signal
 import time
 
 import pytest
@@ -16,9 +18,9 @@ from ranks import run_ranks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from toys import batch, mlp
 
-from gpucomm import Communicator, NonFinite
+from gpucomm import Communicator, NonFinite, cuda
 from gpucomm import DistributedDataParallel as Ours
-from gpucomm.errors import CommError, TransportUnavailable
+from gpucomm.errors import CommError, PeerFailed, TransportUnavailable
 
 SEEDS = range(3)
 
@@ -114,6 +116,30 @@ def test_an_iteration_allocates_nothing_on_the_device():
                 loss_of(ours, rank, iteration).backward()
             after = [shim.control.calls(name) for name in ("cuMemAlloc_v2", "cuMemHostAlloc", "ncclMemAlloc")]
             assert after == before
+
+    run_ranks(body, 2)
+
+
+def test_the_norm_is_summed_up_beside_backward_unless_gradients_were_written_to():
+    def body(rank, world):
+        with on_gpu(rank, world) as shim:
+            ours = Ours(mlp(), bucket_cap_mb=0.001)
+
+            def clip_with_launches(iteration, change=lambda: None):
+                ours.zero_grad()
+                loss_of(ours, rank, iteration).backward()
+                change()
+                with cuda.gpu.host():
+                    expected = torch.cat([torch.tensor(values(shim, p.grad)) for p in ours.parameters()]).norm().item()
+                measured = ours._reduction.norm._measured(2.0) is not None
+                assert values(shim, ours.clip_grad_norm_(0.1).view(1)) == pytest.approx([expected], rel=1e-5)
+                return measured
+
+            assert not clip_with_launches(0)
+            assert clip_with_launches(1)
+            assert clip_with_launches(2)
+            assert not clip_with_launches(3, lambda: ours.module[0].weight.grad.mul_(2))
+            assert clip_with_launches(4)
 
     run_ranks(body, 2)
 
@@ -257,6 +283,33 @@ def test_arrays_with_nothing_but_a_cuda_array_interface_are_reduced():
             raises(TypeError, "__cuda_array_interface__ of this Foreign", lambda: comm.all_reduce(Foreign(x, "|b1")))
 
     run_ranks(body, 2)
+
+
+def test_the_death_of_a_rank_of_the_same_host_ends_what_waits_for_it_on_the_device():
+    def body(rank, world):
+        with on_gpu(rank, world) as shim:
+            comm = Communicator(transport="nccl", timeout=60)
+            comm.all_reduce(torch.ones(3))
+            shim.synchronize()
+            if rank == 1:
+                time.sleep(0.2)
+                os.kill(os.getpid(), signal.SIGKILL)
+            before = time.monotonic()
+            comm.all_reduce(torch.ones(3))  # the host goes on, and might wait for its GPU from now on
+            error = None
+            while error is None and time.monotonic() < before + 20:
+                try:
+                    comm._gpus.transport.check_failure()
+                except PeerFailed as caught:
+                    error = caught
+            assert error is not None
+            assert error.rank == 1
+            assert "its process ended, and all_reduce of 3 float32 is not complete" in str(error)
+            return time.monotonic() - before
+
+    survivor, dead = run_ranks(body, 2, expect_failures=True)
+    assert dead.exitcode == -signal.SIGKILL
+    assert survivor.value < 5, survivor  # the deadline that is promised
 
 
 # ---- CUDA graphs: the stand-in holds the rules of a capture, and runs what is captured once, as it is captured

@@ -19,7 +19,7 @@ for check in "$@"; do
   case $check in
     ruff-check) ruff check $ruff_check . ;;
     ruff-format) ruff format $ruff_format . ;;
-    clang-format) find csrc tests/abi tests/cpp tests/fake_cuda -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs clang-format $clang_format ;;
+    clang-format) find csrc tests/abi tests/cost tests/cpp tests/fake_cuda -name '*.h' -o -name '*.cpp' -o -name '*.cu' | xargs clang-format $clang_format ;;
     mypy) mypy ;;
     *) echo "error: unknown check '$check': ruff-check, ruff-format, clang-format or mypy" >&2 && exit 2 ;;
   esac || failed="$failed $check"

@@ -183,6 +183,7 @@ void bind_engine(py::module_& module) {
       .def("used", &Engine::used, py::arg("parameter"), "since the last reduction")
       .def("packed", &Engine::packed, py::arg("parameter"))
       .def("has_slot", [](const Engine& e, int32_t parameter) { return e.slot(parameter).bucket >= 0; })
+      .def("set_measure_norm", &Engine::set_measure_norm, py::arg("measure"))
       .def("set_check_finite", &Engine::set_check_finite, py::arg("check"))
       .def("request_second_round", &Engine::request_second_round, py::arg("parameter"))
       .def("ask_about", &Engine::ask_about, py::arg("parameter"))

@@ -1,8 +1,10 @@
 // GPUs: a device, its streams, the kernels and the codec on them, and the transport between them.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <cstring>
+#include <map>
 
 #include "bindings/bindings.h"
 #include "bindings/embedder.h"
@@ -39,10 +41,26 @@ std::shared_ptr<CudaKernels> make_kernels(const std::shared_ptr<GpuDevice>& devi
   return std::make_shared<CudaKernels>(device, cuda::load_kernels(*device, compiler, &origin));
 }
 
+// Of ncclConfig_t, by the names of the options in Python.
+int nccl::Config::* config_field(const std::string& name) {
+  using Config = nccl::Config;
+  static const std::map<std::string, int Config::*> fields = {
+      {"blocking", &Config::blocking},           {"cga_cluster_size", &Config::cga_cluster_size},
+      {"min_ctas", &Config::min_ctas},           {"max_ctas", &Config::max_ctas},
+      {"traffic_class", &Config::traffic_class}, {"collnet_enable", &Config::collnet_enable},
+      {"cta_policy", &Config::cta_policy},       {"nvls_ctas", &Config::nvls_ctas},
+  };
+  const auto found = fields.find(name);
+  if (found == fields.end()) throw UsageError("config: " + name + " is no field of NCCL's that can be set");
+  return found->second;
+}
+
 std::shared_ptr<NcclTransport> make_transport(std::shared_ptr<GpuDevice> device, std::shared_ptr<CudaKernels> kernels,
                                               int rank, int size, const std::string& unique_id, double timeout_s,
-                                              std::vector<int> global_ranks, std::string name, int min_ctas,
-                                              int max_ctas, int cga_cluster_size, bool blocking) {
+                                              std::vector<int> global_ranks, std::string name,
+                                              const std::map<std::string, int>& config, const std::string& net_name,
+                                              std::shared_ptr<NcclTransport> parent, std::vector<int> excluded,
+                                              const std::vector<std::tuple<int, pid_t, uint64_t>>& peers) {
   NcclOptions options;
   options.rank = rank;
   options.size = size;
@@ -54,10 +72,12 @@ std::shared_ptr<NcclTransport> make_transport(std::shared_ptr<GpuDevice> device,
     throw UsageError("unique_id: " + std::to_string(unique_id.size()) + " bytes");
   std::memcpy(options.id.bytes, unique_id.data(), unique_id.size());
   options.name = std::move(name);
-  options.min_ctas = min_ctas;
-  options.max_ctas = max_ctas;
-  options.cga_cluster_size = cga_cluster_size;
-  options.blocking = blocking;
+  for (const auto& [field, value] : config) options.config.*config_field(field) = value;
+  options.net_name = net_name;
+  options.parent = std::move(parent);
+  options.excluded = std::move(excluded);
+  for (const auto& [peer, pid, start_time] : peers)
+    options.peers.push_back({peer, std::make_shared<ProcessWatch>(pid, start_time)});
   options.scale = [kernels = std::move(kernels)](void* memory, DType dtype, size_t numel, double factor,
                                                  cuda::StreamHandle stream) {
     kernels->scale(memory, dtype, numel, factor, stream);
@@ -69,6 +89,11 @@ std::shared_ptr<NcclTransport> make_transport(std::shared_ptr<GpuDevice> device,
 }  // namespace
 
 void bind_gpu(py::module_& module) {
+  module.def(
+      "process_identity",
+      [] { return std::make_tuple(boot_id() + pid_namespace(), getpid(), process_start_time(getpid())); },
+      "Names of the machine and its pid namespace, this process there, its start in ticks since boot.");
+
   py::class_<GpuDevice, std::shared_ptr<GpuDevice>>(module, "GpuDevice")
       .def(py::init(&make_device), py::arg("ordinal"), py::arg("library") = "")
       .def_property_readonly("ordinal", &GpuDevice::ordinal)
@@ -81,6 +106,16 @@ void bind_gpu(py::module_& module) {
              return std::make_shared<CudaStream>(std::move(device), &PythonEmbedder::instance());
            }),
            py::arg("device"))
+      .def(
+          "follow",
+          [](CudaStream& s, uintptr_t stream) {
+            const Caller caller{reinterpret_cast<void*>(stream)};
+            s.follow(caller);
+            if (s.captures(s.handle())) s.lead(caller, s.record());  // nothing may come after it here, to lead back
+          },
+          py::arg("stream"), "orders what is enqueued here after what is enqueued there by now")
+      .def(
+          "synchronize", [](CudaStream& s) { s.synchronize(s.record()); }, "the host waits for all of its work")
       .def_property_readonly("handle", [](const CudaStream& s) { return reinterpret_cast<uintptr_t>(s.handle()); })
       .def(
           "captures",
@@ -98,13 +133,27 @@ void bind_gpu(py::module_& module) {
       .def(py::init([](std::shared_ptr<CudaKernels> kernels, std::shared_ptr<CudaStream> stream) {
              return std::make_shared<CudaCodec>(std::move(kernels), std::move(stream));
            }),
-           py::arg("kernels"), py::arg("stream"));
+           py::arg("kernels"), py::arg("stream"))
+      .def_property_readonly(
+          "squared_norm",
+          [](const CudaCodec& codec) {
+            const auto& norm = codec.squared_norm();
+            return Memory{norm, norm->as<void>(), norm->bytes(), codec.device()->ordinal()};
+          },
+          "a float: of the buckets as they were reduced, see Engine.set_measure_norm");
 
   py::class_<NcclTransport, Transport, std::shared_ptr<NcclTransport>>(module, "NcclTransport")
       .def(py::init(&make_transport), py::arg("device"), py::arg("kernels"), py::arg("rank"), py::arg("size"),
            py::arg("unique_id"), py::arg("timeout_s"), py::arg("global_ranks") = std::vector<int>(),
-           py::arg("name") = "", py::arg("min_ctas") = 0, py::arg("max_ctas") = 0, py::arg("cga_cluster_size") = 0,
-           py::arg("blocking") = true)
+           py::arg("name") = "", py::arg("config") = std::map<std::string, int>(), py::arg("net_name") = "",
+           py::arg("parent") = nullptr, py::arg("excluded") = std::vector<int>(),
+           py::arg("peers") = std::vector<std::tuple<int, pid_t, uint64_t>>())
+      .def_property_readonly("can_shrink", &NcclTransport::can_shrink)
+      .def("register_memory", &NcclTransport::register_memory, py::arg("memory"), py::arg("symmetric"),
+           py::call_guard<py::gil_scoped_release>(), "collective where symmetric; False: not to be had on this rank")
+      .def("clear", &NcclTransport::clear, py::arg("memory"), "fills memory with zeros; waits for the device")
+      .def("deregister_memory", &NcclTransport::deregister_memory, py::arg("memory"),
+           py::call_guard<py::gil_scoped_release>())
       .def("check_failure", &NcclTransport::check_failure);
 }
 

@@ -7,8 +7,8 @@ PYBIND11_MODULE(_core, module) {
   gpucomm::register_errors();
   gpucomm::bind_memory_and_transports(module);
   gpucomm::bind_cuda(module);
-  gpucomm::bind_cuda_kernels(module);
   gpucomm::bind_gpu(module);
+  gpucomm::bind_cuda_kernels(module);
   gpucomm::bind_communicator(module);
   gpucomm::bind_engine(module);
   gpucomm::bind_grad_hook(module);

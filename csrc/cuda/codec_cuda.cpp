@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string_view>
 #include <utility>
 
 #include "cuda/kernel_name.h"
@@ -26,14 +27,14 @@ CudaKernels::~CudaKernels() {
   }
 }
 
-Function CudaKernels::function(const std::string& name) {
-  Function& found = functions_[name];
-  if (!found) {
-    const Current current(device_->api(), device_->context());
-    const std::string what = "cuModuleGetFunction of " + name;
-    device_->check(device_->api().module_get_function(&found, module_, name.c_str()), what.c_str());
-  }
-  return found;
+Function CudaKernels::function(const char* name) {
+  const auto known = functions_.find(std::string_view(name));
+  if (known != functions_.end()) return known->second;
+  const Current current(device_->api(), device_->context());
+  const std::string what = std::string("cuModuleGetFunction of ") + name;
+  Function found = nullptr;
+  device_->check(device_->api().module_get_function(&found, module_, name), what.c_str());
+  return functions_[name] = found;
 }
 
 void CudaKernels::scale(void* memory, DType dtype, size_t numel, double factor, StreamHandle stream) {
@@ -42,16 +43,23 @@ void CudaKernels::scale(void* memory, DType dtype, size_t numel, double factor, 
   args.data = memory;
   args.numel = numel;
   args.scale = factor;
+  launch(kernel_name(Kernel::kScale, dtype), codec::flat_blocks(numel), args, stream);
+}
+
+void CudaKernels::launch(const char* name, unsigned blocks, codec::FlatArgs args, StreamHandle stream) {
   void* arguments[] = {&args};
-  const Function kernel = function(kernel_name(Kernel::kScale, dtype));
+  const Function kernel = function(name);
   const Current current(device_->api(), device_->context());
-  device_->check(device_->api().launch_kernel(kernel, codec::flat_blocks(numel), 1, 1, kThreads, 1, 1, 0, stream,
-                                              arguments, nullptr),
+  device_->check(device_->api().launch_kernel(kernel, blocks, 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr),
                  "cuLaunchKernel");
 }
 
 CudaCodec::CudaCodec(std::shared_ptr<CudaKernels> kernels, std::shared_ptr<CudaStream> stream)
-    : kernels_(std::move(kernels)), device_(kernels_->device()), stream_(std::move(stream)) {}
+    : kernels_(std::move(kernels)),
+      device_(kernels_->device()),
+      stream_(std::move(stream)),
+      squared_norm_(std::make_shared<DeviceMemory>(device_, sizeof(float))),
+      partials_(std::make_unique<DeviceMemory>(device_, codec::kMaxFlatBlocks * sizeof(float))) {}
 
 void CudaCodec::set_plan(const std::vector<BucketLayout>& layouts) {
   std::vector<codec::Piece> pieces;
@@ -102,9 +110,11 @@ void CudaCodec::launch_all(What what, size_t index, std::span<const GradPointer>
   const Planned& bucket = buckets_.at(index);
   GPUCOMM_ASSERT(grads.size() == bucket.layout.slots.size(), "bucket " + std::to_string(index));
   const Current current(device_->api(), device_->context());
-  codec::CodecArgs args{};
+  codec::CodecArgs args;  // 4 KiB, of which the kernels read no pointer but those of their slots
   args.bucket = bucket.layout.address;
+  args.partial_norms = nullptr;
   args.first_nonfinite = first_nonfinite;
+  args.device_scale = nullptr;
   args.scale = scale;
   // Zeros are packed as if of the bucket's own dtype.
   const auto dtype_of = [&](const GradPointer& grad) { return grad.address ? grad.dtype : bucket.layout.dtype; };
@@ -123,6 +133,28 @@ void CudaCodec::launch_all(What what, size_t index, std::span<const GradPointer>
                                                 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr),
                    "cuLaunchKernel");
   }
+}
+
+void CudaCodec::begin_norm(Stream& stream) {
+  const Current current(device_->api(), device_->context());
+  device_->check(device_->api().memset_d8_async(squared_norm_->address(), 0, squared_norm_->bytes(),
+                                                static_cast<CudaStream&>(stream).handle()),
+                 "cuMemsetD8Async");
+}
+
+// In an order that hangs on the bucket's size alone, so that ranks come to the same bits.
+void CudaCodec::add_norm(size_t index, Stream& stream) {
+  const BucketLayout& bucket = buckets_.at(index).layout;
+  if (bucket.numel == 0) return;
+  const StreamHandle handle = static_cast<CudaStream&>(stream).handle();
+  codec::FlatArgs args{};
+  args.data = bucket.address;
+  args.numel = bucket.numel;
+  args.partials = partials_->as<float>();
+  args.partial_count = codec::flat_blocks(bucket.numel);
+  args.result = squared_norm_->as<float>();
+  kernels_->launch(kernel_name(Kernel::kSquaredNorm, bucket.dtype), args.partial_count, args, handle);
+  kernels_->launch(kernel_name(Kernel::kSumPartials), 1, args, handle);
 }
 
 void CudaCodec::begin_check(Stream& stream) {

@@ -2,6 +2,7 @@
 // the slots that are uploaded once a plan.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -24,16 +25,18 @@ class CudaKernels {
   CudaKernels& operator=(const CudaKernels&) = delete;
 
   // Throws CudaError for a name that the module does not have.
-  Function function(const std::string& name);
+  Function function(const char* name);
   const std::shared_ptr<const GpuDevice>& device() const { return device_; }
 
+  // One of the kernels over FlatArgs, as work of the stream.
+  void launch(const char* name, unsigned blocks, codec::FlatArgs args, StreamHandle stream);
   // memory[i] *= factor, as work of the stream. Floating types only.
   void scale(void* memory, DType dtype, size_t numel, double factor, StreamHandle stream);
 
  private:
   std::shared_ptr<const GpuDevice> device_;
   Module module_;
-  std::map<std::string, Function> functions_;
+  std::map<std::string, Function, std::less<>> functions_;
 };
 
 class CudaCodec final : public BucketCodec {
@@ -45,6 +48,11 @@ class CudaCodec final : public BucketCodec {
   void move_bucket(size_t bucket, void* address) override { buckets_.at(bucket).layout.address = address; }
   void pack(size_t bucket, std::span<const GradPointer> grads, double scale, bool check, Caller caller) override;
   void unpack(size_t bucket, std::span<const GradPointer> grads, Stream& stream) override;
+  void begin_norm(Stream& stream) override;
+  void add_norm(size_t bucket, Stream& stream) override;
+  const std::shared_ptr<const GpuDevice>& device() const { return device_; }
+  // On the device: what begin_norm() and add_norm() are about, a float.
+  const std::shared_ptr<DeviceMemory>& squared_norm() const { return squared_norm_; }
   void begin_check(Stream& stream) override;
   std::vector<int32_t> read_check(Stream& stream) override;
 
@@ -65,6 +73,8 @@ class CudaCodec final : public BucketCodec {
   std::unique_ptr<DeviceMemory> pieces_;  // codec::Piece, of all buckets
   std::unique_ptr<DeviceMemory> found_;   // int, by bucket: the first slot that is not finite
   std::unique_ptr<PinnedMemory> read_;    // the same on the host
+  std::shared_ptr<DeviceMemory> squared_norm_;
+  std::unique_ptr<DeviceMemory> partials_;  // of a bucket's, one for each block
   Function functions_[2][kDTypeCount][kDTypeCount] = {};
 };
 

@@ -1,8 +1,6 @@
 #include "cuda/cuda_api.h"
 
-#include <mutex>
-
-#include "core/dynamic_library.h"
+#include "core/loaded_library.h"
 
 namespace gpucomm::cuda {
 
@@ -87,32 +85,17 @@ std::shared_ptr<const Api> initialized(const DynamicLibrary& library) {
   return api;
 }
 
-struct Loaded {
-  std::mutex mutex;
-  DynamicLibrary library;
-  std::shared_ptr<const Api> api;  // null until a call succeeds
-};
-
-// Never destroyed: other threads may be in the driver when the process ends.
-Loaded& loaded() {
-  static Loaded& instance = *new Loaded;
-  return instance;
-}
-
 }  // namespace
 
 std::shared_ptr<const Api> load(const std::string& path) {
-  Loaded& state = loaded();
-  const std::lock_guard lock(state.mutex);
-  if (state.api != nullptr && path.empty()) return state.api;
-
-  std::string error;
-  const std::string name = path.empty() ? kDriverName : path;
-  if (state.api != nullptr) {
-    if (DynamicLibrary::loaded(name).is(state.library)) return state.api;
-    throw UsageError("the CUDA driver is " + state.api->path + " in this process already, not " + name);
+  auto& loaded = LoadedLibrary<Api>::instance();
+  const std::lock_guard lock(loaded.mutex);
+  if (loaded.api != nullptr) {
+    if (loaded.is(path)) return loaded.api;
+    throw UsageError("the CUDA driver is " + loaded.api->path + " in this process already, not " + path);
   }
-  DynamicLibrary library = DynamicLibrary::open(name, &error);
+  std::string error;
+  DynamicLibrary library = DynamicLibrary::open(path.empty() ? kDriverName : path, &error);
   if (!library) {
     throw TransportUnavailable("the CUDA driver cannot be loaded (" + error + "): " +
                                (path.empty()
@@ -122,8 +105,7 @@ std::shared_ptr<const Api> load(const std::string& path) {
   }
   library.keep();  // cuInit starts threads, even where it fails
   std::shared_ptr<const Api> api = initialized(library);
-  state.library = std::move(library);
-  return state.api = std::move(api);
+  return loaded.set(std::move(library), std::move(api));
 }
 
 // ---- contexts

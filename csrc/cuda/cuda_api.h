@@ -80,6 +80,7 @@ struct Uuid {
   F(ctx_get_current, cuCtxGetCurrent, cuCtxGetCurrent, Result(Context* context))                                       \
   F(ctx_push_current, cuCtxPushCurrent, cuCtxPushCurrent_v2, Result(Context context))                                  \
   F(ctx_pop_current, cuCtxPopCurrent, cuCtxPopCurrent_v2, Result(Context* context))                                    \
+  F(ctx_synchronize, cuCtxSynchronize, cuCtxSynchronize, Result())                                                     \
   F(ctx_get_stream_priority_range, cuCtxGetStreamPriorityRange, cuCtxGetStreamPriorityRange,                           \
     Result(int* least, int* greatest))                                                                                 \
   F(stream_create_with_priority, cuStreamCreateWithPriority, cuStreamCreateWithPriority,                               \

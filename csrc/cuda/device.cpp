@@ -39,8 +39,7 @@ bool GpuDevice::owns(const void* address) const {
          api_->pointer_get_attribute(&ordinal, kPointerDeviceOrdinal, at) == kSuccess && ordinal == ordinal_;
 }
 
-void GpuDevice::check(Result result, const char* what) const {
-  if (result == kSuccess) return;
+void GpuDevice::throw_error(Result result, const char* what) const {
   const std::string where = std::string(what) + " on " + (text_.empty() ? "cuda:" + std::to_string(ordinal_) : text_);
   throw CudaError(*api_, result, where.c_str());
 }

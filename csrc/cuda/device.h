@@ -29,9 +29,13 @@ class GpuDevice {
   bool owns(const void* address) const;
 
   // Throws CudaError, naming the device, unless result is kSuccess.
-  void check(Result result, const char* what) const;
+  void check(Result result, const char* what) const {
+    if (result != kSuccess) throw_error(result, what);
+  }
 
  private:
+  [[noreturn]] void throw_error(Result result, const char* what) const;
+
   std::shared_ptr<const Api> api_;
   int ordinal_;
   Device handle_ = 0;

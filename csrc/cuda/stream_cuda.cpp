@@ -47,6 +47,7 @@ CudaStream::~CudaStream() {
 void CudaStream::enqueue(std::shared_ptr<Task>) { GPUCOMM_ASSERT(false, "a task on a stream of " + device_->text()); }
 
 bool CudaStream::captures(StreamHandle stream) const {
+  if (!stream) return false;  // the legacy stream cannot, and asking it is an error while another stream captures
   const Current current(device_->api(), device_->context());
   CaptureStatus status = kCaptureNone;
   device_->check(device_->api().stream_is_capturing(stream, &status), "cuStreamIsCapturing");

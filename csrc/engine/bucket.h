@@ -14,8 +14,8 @@
 namespace gpucomm {
 
 // Where a parameter's gradient lies in its bucket, and where the program sees it: in the slot itself, or in other
-// memory into which it is unpacked, because it travels in another dtype. A parameter without a slot (frozen) has bucket
-// -1.
+// memory into which it is unpacked: it travels in another dtype, or in memory that is the transport's own. A parameter
+// without a slot (frozen) has bucket -1.
 struct Slot {
   int32_t bucket = -1;
   uint32_t order = 0;  // among the slots of the bucket
@@ -23,8 +23,9 @@ struct Slot {
   size_t offset = 0;  // in elements from the start of the bucket
   size_t numel = 0;
   std::byte* address = nullptr;
-  std::byte* grad = nullptr;           // the address above, if the gradient stays in its slot
-  DType grad_dtype = DType::kFloat32;  // another than dtype, if it does not
+  bool unpacks = false;                // the gradient does not stay in its slot
+  std::byte* grad = nullptr;           // where it lies then; else the address above
+  DType grad_dtype = DType::kFloat32;  // of the gradient; that of the slot, unless it unpacks
 };
 
 struct Bucket {

@@ -9,6 +9,13 @@ namespace gpucomm {
 
 static size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
+// Nearly always there is one, and std::find is unrolled for many.
+static bool contains(const std::vector<Caller>& callers, Caller caller) {
+  for (Caller one : callers)
+    if (one == caller) return true;
+  return false;
+}
+
 Engine::Engine(EngineParts parts, size_t parameters, bool average, size_t piece_bytes)
     : parts_(std::move(parts)),
       piece_bytes_(piece_bytes),
@@ -60,10 +67,11 @@ void Engine::set_plan(std::vector<BucketSpec> specs, uint64_t layout_hash) {
     bucket.memory = std::move(spec.memory);
   }
   layout_hash_ = layout_hash;
+  has_new_memory_ = true;
   if (!parts_.bucket_codec) return;
   std::vector<BucketLayout> layouts;
   for (const Bucket& bucket : buckets_) {
-    BucketLayout& layout = layouts.emplace_back(BucketLayout{bucket.memory.address, bucket.dtype, {}});
+    BucketLayout& layout = layouts.emplace_back(BucketLayout{bucket.memory.address, bucket.dtype, bucket.numel, {}});
     for (int32_t parameter : bucket.parameters) {
       const Slot& slot = slots_[static_cast<size_t>(parameter)];
       layout.slots.push_back({slot.offset, slot.numel});
@@ -78,24 +86,30 @@ void Engine::replace_memory(size_t index, Memory memory) {
   GPUCOMM_ASSERT(memory.bytes >= bucket.numel * size_of(bucket.dtype), "bucket " + std::to_string(index));
   for (int32_t parameter : bucket.parameters) {
     Slot& slot = slots_[static_cast<size_t>(parameter)];
-    const bool stays = slot.grad_dtype == slot.dtype;
     slot.address =
         static_cast<std::byte*>(memory.address) + (slot.address - static_cast<const std::byte*>(bucket.memory.address));
-    if (stays) slot.grad = slot.address;
+    if (!slot.unpacks) slot.grad = slot.address;
   }
   bucket.memory = std::move(memory);
+  has_new_memory_ = true;
   if (parts_.bucket_codec) parts_.bucket_codec->move_bucket(index, bucket.memory.address);
 }
 
 void Engine::unpack_to(int32_t parameter, void* grad, DType grad_dtype) {
   GPUCOMM_ASSERT(mode_ == Mode::kIdle, "unpack_to inside a backward");
   Slot& slot = slots_.at(static_cast<size_t>(parameter));
-  GPUCOMM_ASSERT(slot.bucket >= 0 && grad_dtype != slot.dtype, "parameter " + std::to_string(parameter));
+  GPUCOMM_ASSERT(slot.bucket >= 0, "parameter " + std::to_string(parameter));
   Bucket& bucket = bucket_of(slot);
-  if (slot.grad_dtype != slot.dtype) bucket.unpacked_bytes -= slot.numel * size_of(slot.grad_dtype);
+  if (slot.unpacks) bucket.unpacked_bytes -= slot.numel * size_of(slot.grad_dtype);
+  slot.unpacks = has_new_memory_ = true;
   slot.grad = static_cast<std::byte*>(grad);
   slot.grad_dtype = grad_dtype;
   bucket.unpacked_bytes += slot.numel * size_of(grad_dtype);
+}
+
+void Engine::set_measure_norm(bool measure) {
+  GPUCOMM_ASSERT(mode_ == Mode::kIdle && parts_.bucket_codec, "set_measure_norm");
+  measures_norm_ = measure;
 }
 
 void Engine::hand_over_to(TakeBucket take) {
@@ -114,6 +128,12 @@ void Engine::mark_reduced(size_t index) {
 void Engine::arm() {
   GPUCOMM_ASSERT(mode_ == Mode::kIdle, "arm inside a backward");
   if (parts_.stream->runs_by_itself()) note_reduced();  // what was not complete when the last iteration ended
+  if (parts_.bucket_codec && (has_new_memory_ || measures_norm_)) {
+    look_at_caller();
+    parts_.stream->follow(caller_);  // what was done with memory before was work of the caller's
+  }
+  has_new_memory_ = false;
+  if (measures_norm_) parts_.bucket_codec->begin_norm(*parts_.stream);
   mode_ = Mode::kReduce;
   adopt_thread();
   ++iteration_;
@@ -150,8 +170,8 @@ void Engine::mark_ready(int32_t parameter, const void* grad, DType grad_dtype) {
     parts_.trace->record(TraceKind::kPack, parameter, ready, ticks(), bytes, iteration_);
   }
   ready_order_.push_back(parameter);
-  count_down(parameter);
-  launch_packed();
+  // What is handed over may have been refused, and is asked for again.
+  if (count_down(parameter) || take_) launch_packed();
 }
 
 // Where the gradient lies, until its bucket is packed: in the slot itself too, where it was added to the last mean.
@@ -160,9 +180,7 @@ void Engine::note_grad(int32_t parameter, const void* grad, DType grad_dtype) {
   const Slot& slot = slots_[static_cast<size_t>(parameter)];
   Bucket& bucket = bucket_of(slot);
   bucket.grads[slot.order] = {const_cast<void*>(grad), grad_dtype};
-  if (std::find(bucket.producers.begin(), bucket.producers.end(), caller_) == bucket.producers.end()) {
-    bucket.producers.push_back(caller_);
-  }
+  if (!contains(bucket.producers, caller_)) bucket.producers.push_back(caller_);
 }
 
 // As work of the caller's, after what the other streams made for it.
@@ -189,7 +207,7 @@ void Engine::pack_bucket(size_t index) {
 
 // A stream of the program that did not take the last means may still run ahead of their reduction.
 void Engine::lead_caller() {
-  if (std::find(led_.begin(), led_.end(), caller_) != led_.end()) return;
+  if (contains(led_, caller_)) return;
   parts_.stream->lead(caller_, last_reduced_);
   led_.push_back(caller_);
 }
@@ -254,7 +272,8 @@ void Engine::check_finite(int32_t parameter, const void* packed, DType dtype, si
 
 void Engine::mark_packed(int32_t parameter) {
   const Slot& slot = slots_[static_cast<size_t>(parameter)];
-  if (parts_.bucket_codec) packed_[static_cast<size_t>(parameter)] = 1;  // it is not `.grad`: nothing is taken from there
+  if (parts_.bucket_codec)
+    packed_[static_cast<size_t>(parameter)] = 1;  // it is not `.grad`: nothing is taken from there
   mark_ready(parameter, slot.grad, slot.grad_dtype);
 }
 
@@ -263,7 +282,8 @@ void Engine::request_second_round(int32_t parameter) {
   second_round_.set(static_cast<size_t>(parameter));
 }
 
-void Engine::count_down(int32_t parameter) {
+// True: something may be launched that could not be before.
+bool Engine::count_down(int32_t parameter) {
   const int32_t index = slots_[static_cast<size_t>(parameter)].bucket;
   Bucket& bucket = buckets_[static_cast<size_t>(index)];
   uint8_t& counted = counted_[static_cast<size_t>(parameter)];
@@ -272,7 +292,7 @@ void Engine::count_down(int32_t parameter) {
   --bucket.pending;
   if (parts_.bucket_codec) {
     if (bucket.pending == 0) pack_bucket(static_cast<size_t>(index));
-    return;
+    return bucket.pending == 0;
   }
   packed_[static_cast<size_t>(parameter)] = 1;
   const size_t before = bucket.in_order;
@@ -282,6 +302,7 @@ void Engine::count_down(int32_t parameter) {
   } else if (bucket.in_order > before) {
     bucket.packed = slots_[static_cast<size_t>(bucket.parameters[bucket.in_order])].offset;
   }
+  return bucket.in_order > before;
 }
 
 // Starts the reduction of every piece that is packed and before which all is launched, in plan order.
@@ -315,12 +336,14 @@ bool Engine::launch_next_piece(Bucket& bucket) {
                            .numel = end - bucket.launched,
                            .scale = is_floating(bucket.dtype) ? reduce_scale_ : 1.0,
                            .in = address,
-                           .out = address},
+                           .out = address,
+                           .bucket = static_cast<int32_t>(&bucket - buckets_.data())},
                           *parts_.stream);
   bucket.launched = end;
   if (end < bucket.numel) return true;
-  if (parts_.stream->runs_by_itself() && bucket.unpacked_bytes > 0)
-    unpack(static_cast<size_t>(&bucket - buckets_.data()));
+  const auto index = static_cast<size_t>(&bucket - buckets_.data());
+  if (measures_norm_) parts_.bucket_codec->add_norm(index, *parts_.stream);
+  if (parts_.stream->runs_by_itself() && bucket.unpacked_bytes > 0) unpack(index);
   bucket.reduced = parts_.stream->record();
   return true;
 }
@@ -351,7 +374,7 @@ void Engine::unpack(size_t index) {
   if (parts_.bucket_codec) {
     for (size_t i = 0; i < bucket.parameters.size(); ++i) {
       const Slot& slot = slots_[static_cast<size_t>(bucket.parameters[i])];
-      bucket.grads[i] = slot.grad_dtype == slot.dtype ? GradPointer{} : GradPointer{slot.grad, slot.grad_dtype};
+      bucket.grads[i] = slot.unpacks ? GradPointer{slot.grad, slot.grad_dtype} : GradPointer{};
     }
     parts_.bucket_codec->unpack(index, bucket.grads, *parts_.stream);
   } else {
@@ -364,7 +387,7 @@ void Engine::unpack(size_t index) {
 void Engine::unpack_slots(const Bucket& bucket) {
   for (int32_t parameter : bucket.parameters) {
     const Slot& slot = slots_[static_cast<size_t>(parameter)];
-    if (slot.grad_dtype == slot.dtype) continue;
+    if (!slot.unpacks) continue;
     parts_.codec->unpack(slot.grad, slot.grad_dtype, slot.address, slot.dtype, slot.numel, 1.0);
   }
 }

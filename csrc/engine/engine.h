@@ -82,9 +82,8 @@ class Engine {
   void set_plan(std::vector<BucketSpec> buckets, uint64_t layout_hash);
   // Moves one bucket to other memory of the same size. Only between iterations.
   void replace_memory(size_t bucket, Memory memory);
-  // Has the gradient of a parameter unpacked to `grad` (numel elements, of another dtype than the slot's) once it is
-  // reduced. The memory stays the caller's, alive until the next call for this parameter or the next set_plan(). Only
-  // between iterations.
+  // Has the gradient of a parameter unpacked to `grad` (numel elements) once it is reduced. The memory stays the
+  // caller's, alive until the next call for this parameter or the next set_plan(). Only between iterations.
   void unpack_to(int32_t parameter, void* grad, DType grad_dtype);
 
   // From now on buckets are not reduced by the transport but given to `take`: whole, in plan order, undivided. What it
@@ -134,6 +133,10 @@ class Engine {
   // With packs_buckets() that waits for the device, finish() begins anew, and of a bucket only the first slot counts.
   int32_t nonfinite_parameter();
 
+  // With packs_buckets(): whether each bucket's squares are summed up once it is reduced, with the codec. What the sum
+  // is then, and read from it, is ordered as the means are.
+  void set_measure_norm(bool measure);
+
   // The gradient cannot go through its slot (a second gradient after packing, no slot, another dtype): asks all ranks
   // for a second round on this parameter.
   void request_second_round(int32_t parameter);
@@ -181,7 +184,7 @@ class Engine {
   size_t piece_numel(const Bucket& bucket) const;
   void pack_in_pieces(int32_t parameter, const void* grad, DType grad_dtype);
   void check_finite(int32_t parameter, const void* packed, DType dtype, size_t numel);
-  void count_down(int32_t parameter);
+  bool count_down(int32_t parameter);
   void note_grad(int32_t parameter, const void* grad, DType grad_dtype);
   void pack_bucket(size_t bucket);
   void look_at_caller() {
@@ -210,6 +213,8 @@ class Engine {
   Event last_reduced_;              // of that iteration
   std::vector<int32_t> releasing_;  // scratch of pack_bucket()
   bool check_finite_ = false;
+  bool measures_norm_ = false;
+  bool has_new_memory_ = false;  // since the last iteration
 
   Mode mode_ = Mode::kIdle;
   bool by_hand_ = false;

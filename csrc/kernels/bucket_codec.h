@@ -23,6 +23,7 @@ struct SlotLayout {
 struct BucketLayout {
   void* address;
   DType dtype;
+  size_t numel;
   std::vector<SlotLayout> slots;
 };
 
@@ -45,6 +46,10 @@ class BucketCodec {
   virtual void pack(size_t bucket, std::span<const GradPointer> grads, double scale, bool check, Caller caller) = 0;
   // grad[i] = to(slot[i]), as work of the stream's.
   virtual void unpack(size_t bucket, std::span<const GradPointer> grads, Stream& stream) = 0;
+
+  // The sum of squares of everything in the buckets, in fp32: begins anew; adds a bucket. As work of the stream's.
+  virtual void begin_norm(Stream& stream) = 0;
+  virtual void add_norm(size_t bucket, Stream& stream) = 0;
 
   // Forgets what was found so far; as work of the stream's.
   virtual void begin_check(Stream& stream) = 0;

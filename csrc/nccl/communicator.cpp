@@ -1,5 +1,7 @@
 #include "nccl/communicator.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -13,6 +15,8 @@ namespace {
 constexpr auto kBetweenLooks = 20ms;
 // How long the end of a communicator may take before it is left behind; some versions of NCCL hang in abort.
 constexpr auto kLongestEnd = 5s;
+// How long work may last whose peer's process is gone.
+constexpr auto kLongestAfterwards = 1s;
 // Between two looks for signals while a wait blocks.
 constexpr auto kBetweenInterrupts = 50ms;
 constexpr auto kBetweenPolls = 20us;
@@ -36,7 +40,9 @@ std::string advice(Result result) {
 }
 
 std::string where(const CommunicatorOptions& options) {
-  return "rank " + std::to_string(options.rank) + " of " + std::to_string(options.size) + ", " +
+  char host[256] = "";
+  gethostname(host, sizeof host - 1);
+  return "rank " + std::to_string(options.rank) + " of " + std::to_string(options.size) + " on " + host + ", " +
          options.device->text() + ", NCCL " + version_text(options.api->version);
 }
 
@@ -51,6 +57,7 @@ struct Ending {
   std::shared_ptr<std::mutex> inside;
   Comm comm;
   bool abort;
+  std::vector<Registered> registered;           // freed after the communicator is gone
   std::vector<cuda::EventHandle> events;        // all that there are
   std::vector<cuda::EventHandle> outstanding;   // of those, what tells when the work under way is done
   std::chrono::steady_clock::time_point until;  // it is waited for
@@ -61,6 +68,11 @@ struct Ending {
     return outstanding.empty();
   }
 };
+
+Result deregister(const Api& api, Comm comm, const Registered& registered) {
+  return registered.window ? api.comm_window_deregister(comm, registered.window)
+                           : api.comm_deregister(comm, registered.handle);
+}
 
 void end_now(Ending& ending) {
   try {
@@ -83,6 +95,7 @@ void end_now(Ending& ending) {
     if (ending.abort) {
       ending.api->comm_abort(ending.comm);
     } else {
+      for (const Registered& registered : ending.registered) deregister(*ending.api, ending.comm, registered);
       ending.api->comm_destroy(ending.comm);
     }
     for (cuda::EventHandle event : ending.events) ending.device->api().event_destroy(event);
@@ -132,13 +145,27 @@ struct Init {
   }
 };
 
+Result make_now(CommunicatorOptions& options, Comm* comm) {
+  if (!options.parent)
+    return options.api->comm_init_rank_config(comm, options.size, options.id, options.rank, &options.config);
+  options.parent->call([] { return std::string("making a smaller communicator"); },
+                       [&](Comm parent) {
+                         return options.api->comm_shrink(parent, options.excluded.data(),
+                                                         static_cast<int>(options.excluded.size()), comm,
+                                                         &options.config, kShrinkDefault);
+                       });
+  options.parent.reset();
+  return options.config.blocking == 0 ? kInProgress : kSuccess;
+}
+
 void init_now(CommunicatorOptions& options, const std::shared_ptr<Init>& init) {
   Comm comm = nullptr;
   std::exception_ptr failure;
   try {
     const cuda::Current current(options.device->api(), options.device->context());
     options.config.comm_name = options.name.empty() ? nullptr : options.name.c_str();
-    Result result = options.api->comm_init_rank_config(&comm, options.size, options.id, options.rank, &options.config);
+    options.config.net_name = options.net_name.empty() ? nullptr : options.net_name.c_str();
+    Result result = make_now(options, &comm);
     while (result == kInProgress && !init->is_given_up()) {
       std::this_thread::sleep_for(1ms);
       check(*options.api, options.api->comm_get_async_error(comm, &result), "ncclCommGetAsyncError", comm);
@@ -195,7 +222,7 @@ Result Communicator::settle(Result result) {
   return result;
 }
 
-void Communicator::call(const std::string& what, const std::function<Result(Comm)>& body) {
+void Communicator::call(const Text& what, const std::function<Result(Comm)>& body) {
   check_failure();
   Result result = kSuccess;
   {
@@ -208,13 +235,13 @@ void Communicator::call(const std::string& what, const std::function<Result(Comm
   check_failure();
   if (result == kSuccess) return;
   // NCCL checks arguments before it does anything, and says so.
-  const CommError failure = failure_of(options_, result, what, comm_);
+  const CommError failure = failure_of(options_, result, what(), comm_);
   if (result == kInvalidArgument) throw UsageError(failure.what());
   fail(std::make_exception_ptr(failure));
   throw failure;
 }
 
-void Communicator::watch(const std::string& what, cuda::StreamHandle stream) {
+void Communicator::watch(const Text& what, cuda::StreamHandle stream) {
   const cuda::Api& api = options_.device->api();
   const cuda::Current current(api, options_.device->context());
   cuda::CaptureStatus status = cuda::kCaptureNone;
@@ -222,16 +249,50 @@ void Communicator::watch(const std::string& what, cuda::StreamHandle stream) {
   if (status != cuda::kCaptureNone) return;
   const std::lock_guard lock(mutex_);
   if (ended_) return;
-  if (free_events_.empty()) {
+  if (free_.empty()) {
     cuda::EventHandle made = nullptr;
     options_.device->check(api.event_create(&made, cuda::kEventDisableTiming), "cuEventCreate");
     events_.push_back(made);
-    free_events_.push_back(made);
+    free_.push_back({.event = made, .what = nullptr, .since = {}});
   }
-  const cuda::EventHandle event = free_events_.back();
-  options_.device->check(api.event_record(event, stream), "cuEventRecord");
-  free_events_.pop_back();
-  in_flight_.push_back({event, what, Clock::now()});
+  InFlight& work = free_.front();
+  options_.device->check(api.event_record(work.event, stream), "cuEventRecord");
+  work.what = what;
+  work.since = Clock::now();
+  in_flight_.splice(in_flight_.end(), free_, free_.begin());
+}
+
+bool Communicator::register_memory(std::shared_ptr<void> memory, size_t bytes, bool symmetric) {
+  const Api& api = *options_.api;
+  Registered registered{std::move(memory)};
+  void* address = registered.memory.get();
+  const Text what = [bytes] { return "registering " + std::to_string(bytes) + " bytes"; };
+  if (symmetric && api.comm_window_register) {
+    call(what, [&](Comm comm) {
+      return api.comm_window_register(comm, address, bytes, &registered.window, kWindowCollSymmetric);
+    });
+  } else if (!symmetric && api.comm_register) {
+    call(what, [&](Comm comm) { return api.comm_register(comm, address, bytes, &registered.handle); });
+  }
+  if (!registered.window && !registered.handle) return false;
+  const std::lock_guard lock(mutex_);
+  if (!ended_) registered_.push_back(std::move(registered));
+  return true;
+}
+
+void Communicator::deregister_memory(const void* memory) {
+  Registered registered;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = std::find_if(registered_.begin(), registered_.end(),
+                                    [&](const Registered& one) { return one.memory.get() == memory; });
+    if (found == registered_.end()) return;
+    registered = std::move(*found);
+    registered_.erase(found);
+  }
+  if (failed_) return;  // it is gone with the communicator
+  call([] { return std::string("taking back registered memory"); },
+       [&](Comm comm) { return deregister(*options_.api, comm, registered); });
 }
 
 void Communicator::check_failure() {
@@ -255,12 +316,14 @@ void Communicator::end(bool abort) noexcept {
   if (ended_ || !comm_) return;
   ended_ = true;
   try {
-    Ending ending{options_.api, options_.device, inside_, comm_, abort, std::move(events_), {}, {}};
+    Ending ending{options_.api,           options_.device,    inside_, comm_, abort,
+                  std::move(registered_), std::move(events_), {},      {}};
     for (const InFlight& work : in_flight_) ending.outstanding.push_back(work.event);
     ending.until = Clock::now() + std::chrono::duration_cast<Clock::duration>(seconds(options_.timeout_s));
     in_flight_.clear();
-    free_events_.clear();
+    free_.clear();
     events_.clear();
+    registered_.clear();
     ending_ = Background::start(std::move(ending), [](Ending& owned) { end_now(owned); });
   } catch (const std::system_error&) {
     // No thread is to be had: the communicator is leaked.
@@ -302,13 +365,26 @@ void Communicator::look() {
   }
   const std::lock_guard lock(mutex_);
   retire_completed();
+  look_at_peers();
   if (in_flight_.empty() || Clock::now() - in_flight_.front().since <= longest) return;
-  throw CommTimeout({}, options_.timeout_s, in_flight_.front().what + " (" + where(options_) + ")");
+  throw CommTimeout({}, options_.timeout_s, in_flight_.front().what() + " (" + where(options_) + ")");
+}
+
+// What a process did before it ended is complete soon; what it left undone never is.
+void Communicator::look_at_peers() {
+  if (in_flight_.empty()) return;
+  for (const PeerProcess& peer : options_.peers) {
+    if (!peer.process->ended()) continue;
+    if (peer_gone_ == Clock::time_point()) peer_gone_ = Clock::now();
+    if (Clock::now() - std::max(peer_gone_, in_flight_.front().since) < kLongestAfterwards) continue;
+    throw PeerFailed(peer.rank, "its process ended, and " + in_flight_.front().what() + " is not complete (" +
+                                    where(options_) + ")");
+  }
 }
 
 std::string Communicator::oldest_in_flight(const std::string& otherwise) {
   const std::lock_guard lock(mutex_);
-  return in_flight_.empty() ? otherwise : in_flight_.front().what;
+  return in_flight_.empty() ? otherwise : in_flight_.front().what();
 }
 
 // A collective could have begun once the one before it was complete.
@@ -317,8 +393,7 @@ void Communicator::retire_completed() {
     const cuda::Result result = options_.device->api().event_query(in_flight_.front().event);
     if (result == cuda::kNotReady) return;
     options_.device->check(result, "cuEventQuery");
-    free_events_.push_back(in_flight_.front().event);
-    in_flight_.pop_front();
+    free_.splice(free_.begin(), in_flight_, in_flight_.begin());
     if (!in_flight_.empty()) in_flight_.front().since = std::max(in_flight_.front().since, Clock::now());
   }
 }

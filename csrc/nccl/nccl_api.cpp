@@ -1,9 +1,8 @@
 #include "nccl/nccl_api.h"
 
-#include <mutex>
 #include <vector>
 
-#include "core/dynamic_library.h"
+#include "core/loaded_library.h"
 
 namespace gpucomm::nccl {
 
@@ -129,26 +128,14 @@ DynamicLibrary open_found(const std::string& wheel_path, std::vector<DynamicLibr
                              "; install nvidia-nccl-cu12 or nvidia-nccl-cu13, as the driver is");
 }
 
-struct Loaded {
-  std::mutex mutex;
-  DynamicLibrary library;
-  std::shared_ptr<const Api> api;  // null until a call succeeds
-};
-
-// Never destroyed: NCCL's own threads may run when the process ends.
-Loaded& loaded() {
-  static Loaded& instance = *new Loaded;
-  return instance;
-}
-
 }  // namespace
 
 std::shared_ptr<const Api> load(const Search& search) {
-  Loaded& state = loaded();
-  const std::lock_guard lock(state.mutex);
-  if (state.api != nullptr) {
-    if (search.path.empty() || DynamicLibrary::loaded(search.path).is(state.library)) return state.api;
-    throw UsageError("NCCL is " + state.api->path + " in this process already, not " + search.path +
+  auto& loaded = LoadedLibrary<Api>::instance();
+  const std::lock_guard lock(loaded.mutex);
+  if (loaded.api != nullptr) {
+    if (loaded.is(search.path)) return loaded.api;
+    throw UsageError("NCCL is " + loaded.api->path + " in this process already, not " + search.path +
                      ": two of them in one process break each other");
   }
   std::vector<DynamicLibrary> present = libraries_defining(kMark);
@@ -156,8 +143,7 @@ std::shared_ptr<const Api> load(const Search& search) {
       search.path.empty() ? open_found(search.wheel_path, std::move(present)) : open_explicit(search.path, present);
   std::shared_ptr<const Api> api = resolved(library);
   library.keep();
-  state.library = std::move(library);
-  return state.api = std::move(api);
+  return loaded.set(std::move(library), std::move(api));
 }
 
 }  // namespace gpucomm::nccl

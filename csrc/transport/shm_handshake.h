@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "transport/process_watch.h"
+#include "core/process_watch.h"
 #include "transport/shm_layout.h"
 
 namespace gpucomm {

@@ -39,6 +39,7 @@ struct Collective {
   double scale = 1.0;
   const void* in = nullptr;
   void* out = nullptr;
+  int32_t bucket = -1;  // of the plan, for messages; -1: none of a plan's
 };
 
 class Transport {

@@ -8,7 +8,7 @@ import math
 import numbers
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gpucomm import _core, cuda
 from gpucomm.ddp.mixed_precision import check_precision, wire_of
+from gpucomm.gpus import device_of
+from gpucomm.nccl_options import NcclOptions
 from gpucomm.reduction.layout.buckets import MIB, BucketPlan
 from gpucomm.reduction.layout.wire import Wire, check_wire_dtype, narrow_wire
 from gpucomm.transport import Transport
@@ -59,6 +61,7 @@ class Arguments:
     nonfinite: str | None
     wire_dtype: torch.dtype | None
     audit_every: int
+    nccl_options: NcclOptions | None
     overlap: bool | None
 
     def __post_init__(self) -> None:
@@ -72,6 +75,8 @@ class Arguments:
             raise ValueError("plan and a bucket cap contradict each other: give one of them")
         if self.wire_dtype is not None and self.mixed_precision is not None:
             raise ValueError("wire_dtype and mixed_precision contradict each other: give reduce_dtype in the latter")
+        if self.nccl_options is not None and self.transport not in ("auto", "nccl"):
+            raise ValueError(f"nccl_options beside transport={self.transport!r}, which is not NCCL's")
 
     @property
     def nonfinite_policy(self) -> str:
@@ -82,8 +87,10 @@ class Arguments:
     def wire(self) -> Wire:
         """How gradients travel, by argument or environment."""
         if self.mixed_precision is not None:
-            return wire_of(self.mixed_precision)
-        return narrow_wire(self.wire_dtype if self.wire_dtype is not None else Settings.from_environment().wire_dtype)
+            wire = wire_of(self.mixed_precision)
+        else:
+            wire = narrow_wire(self.wire_dtype or Settings.from_environment().wire_dtype)
+        return replace(wire, apart=self.nccl_options is not None and self.nccl_options.register_buffers)
 
     @property
     def caps_bytes(self) -> tuple[int, ...] | None:
@@ -165,6 +172,12 @@ def check_parameters(params: Sequence[torch.nn.Parameter], delayed: Sequence[tor
             "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
             "Run a dummy forward pass to correctly initialize the modules"
         )
+
+
+def check_nccl_options(options: NcclOptions | None, params: list[torch.nn.Parameter]) -> None:
+    """Raises ValueError for options of NCCL's beside parameters that it does not reach."""
+    if options is not None and device_of(params) is None:
+        raise ValueError(f"nccl_options is given, and the parameters are on {params[0].device.type}: NCCL serves GPUs")
 
 
 def check_devices(params: Sequence[torch.nn.Parameter], device_ids: Any, output_device: Any) -> None:
@@ -299,6 +312,12 @@ def _plan(name: str, value: Any) -> BucketPlan:
     return value
 
 
+def _nccl_options(name: str, value: Any) -> NcclOptions:
+    if not isinstance(value, NcclOptions):
+        _refuse(TypeError, name, value, "a gpucomm.NcclOptions")
+    return value
+
+
 def _duration(name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (timedelta, numbers.Real)):
         _refuse(TypeError, name, value, "a timedelta or a number of seconds")
@@ -331,5 +350,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "device_mesh": lambda name, value: value,  # checked by group_of
     "wire_dtype": lambda name, value: check_wire_dtype(value),
     "audit_every": _interval,
+    "nccl_options": _optional(_nccl_options),
     "overlap": _optional(_flag),
 }

@@ -108,7 +108,7 @@ class Connection:
         gpus = None
         if (ordinal := device_of(table.params)) is not None:
             check_gpu_transport(world)
-            gpus = connect(world, exchange, ordinal)
+            gpus = connect(world, exchange, ordinal, arguments.nccl_options)
         transport = world.connect(exchange)  # with GPUs, of what the hosts tell each other
         if arguments.wire.travels and isinstance(transport, Transport):
             transport.widens_sums = False  # few bytes are what was asked for

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gpucomm.communicator import Communicator
 from gpucomm.ddp import buffers, optimizer_in_backward, state, sync_batch_norm
-from gpucomm.ddp.arguments import Arguments, check_module
+from gpucomm.ddp.arguments import Arguments, check_module, check_nccl_options
 from gpucomm.ddp.audit import Audit, AuditReport
 from gpucomm.ddp.comm_hooks import CAPS as HOOK_CAPS
 from gpucomm.ddp.comm_hooks import builtin_hook, check_hook
@@ -27,6 +27,7 @@ from gpucomm.ddp.mixed_precision import MixedPrecision
 from gpucomm.ddp.replicas import broadcast_tensors
 from gpucomm.ddp.stand_in import StandIn
 from gpucomm.ddp.torch_reducer import TorchReducer
+from gpucomm.nccl_options import NcclOptions
 from gpucomm.reduction.comm_hooks import name_of
 from gpucomm.reduction.layout.buckets import BucketPlan, ParameterSpec
 from gpucomm.reduction.layout.parameters import ParameterTable
@@ -60,6 +61,7 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
             the range of float16 (65,504) becomes infinite on every rank, in `.grad` too. Such parameters take the
             memory of their gradient and of its form on the wire. The variable GPUCOMM_WIRE_DTYPE is the default.
         audit_every: run audit() in the first training forward after every so many reductions; 0: never.
+        nccl_options: an NcclOptions for parameters on GPUs: what NCCL may take, and whether it registers the buckets.
         overlap: False: buckets are reduced when backward ends, after all that it launched. For a program with further
             communicators on its GPUs (tensor or pipeline parallel) whose ranks do not all use the same parameters: in
             backward buckets and its own collectives would come in another order on each, and wait for each other.
@@ -112,6 +114,7 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
         nonfinite: str | None = None,
         wire_dtype: torch.dtype | None = None,
         audit_every: int = 0,
+        nccl_options: NcclOptions | None = None,
         overlap: bool | None = None,
     ) -> None:
         torch.nn.Module.__init__(self)
@@ -145,6 +148,7 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
                 nonfinite=nonfinite,
                 wire_dtype=wire_dtype,
                 audit_every=audit_every,
+                nccl_options=nccl_options,
                 overlap=overlap,
             )
             check_module(module)
@@ -152,6 +156,7 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
             set_attributes(self, arguments, module)
             table = make_table(self)
             check_placement(table.names, table.params, world.global_ranks)
+            check_nccl_options(nccl_options, table.params)
             if plan is not None:
                 trainable = [i for i, p in enumerate(table.params) if p.requires_grad]
                 plan.check([ParameterSpec.of(p, arguments.wire) for p in table.params], trainable)
@@ -287,6 +292,25 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
         sync_batch_norm.serve(module)
 
     # ---- are the replicas equal
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """torch.nn.utils.clip_grad_norm_ on the module's parameters, bucket by bucket instead of tensor by tensor; the
+        same on every rank. On a GPU the host does not wait, and from the second iteration on the 2-norm was summed up
+        beside backward.
+
+        Returns the norm of all gradients together, before clipping, on their device: float32, float64 if one of them
+        is. Gradients that a program has put elsewhere, complex ones and distributed tensors go torch's way. Raises
+        RuntimeError for a norm that is not finite, if asked to, which waits for it.
+        """
+        total = None
+        if not self.parameters_to_ignore - set(self._reduction.names):
+            total = self._reduction.norm.clip(float(max_norm), float(norm_type), error_if_nonfinite)
+        if total is not None:
+            return total
+        return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type, error_if_nonfinite)
 
     def audit(self) -> AuditReport:
         """Compares the replicas on all ranks bit for bit, by checksums, and returns what was compared; collective.

@@ -26,7 +26,7 @@ def make_engine(
         gpus.stream,
         trace,
         len(params),
-        codec=gpus.codec(),
+        codec=gpus.codec,
         control_transport=transport,
         control_stream=stream,
         current_stream=gpus.current_stream,

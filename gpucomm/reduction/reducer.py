@@ -33,6 +33,7 @@ from gpucomm.reduction.comm_hooks import CommHooks, Hook, HookNotes
 from gpucomm.reduction.completion import Completion
 from gpucomm.reduction.engine import make_engine
 from gpucomm.reduction.hooks import Hooks
+from gpucomm.reduction.layout.arena import make_arena
 from gpucomm.reduction.layout.buckets import BucketMemory, BucketPlan
 from gpucomm.reduction.layout.grads import kept_grads
 from gpucomm.reduction.layout.local import local_grad
@@ -40,6 +41,7 @@ from gpucomm.reduction.layout.parameters import ParameterTable
 from gpucomm.reduction.layout.slots import Slots
 from gpucomm.reduction.layout.wire import Wire
 from gpucomm.reduction.loop import Loop
+from gpucomm.reduction.norm import MeansNorm
 from gpucomm.reduction.second_round import SecondRound
 from gpucomm.reduction.sharing import claim, enlist, retire
 from gpucomm.reduction.unpack import Means
@@ -93,7 +95,7 @@ class Reducer:
         self.slots = Slots(
             self.params,
             self.engine,
-            gpus.transport if gpus else transport,
+            make_arena(transport, comm, gpus),
             caps,
             plan,
             wire or Wire(),
@@ -109,6 +111,7 @@ class Reducer:
         self._usage = Usage(self.params, self.names, comm, rank, allow_unused=allow_unused, static_graph=static_graph)
         self.loop = Loop()
         self._means = Means(self.slots, self.params, self.engine)
+        self.norm = MeansNorm(self.params, self.slots, self.engine, gpus)
         self._second_round = SecondRound(self.params, self.names, self.engine, comm, transport)
         self.agreement = Agreement(self.engine, self.slots, self.names, comm, transport, self.loop)
         self._hooks = Hooks(table, self._make_hook)
@@ -410,6 +413,7 @@ class Reducer:
             self._usage.check(verdict, self.slots.expected())
         if not self.agreement.joined:
             self._means.install(verdict, factor, self.comm)
+            self.norm.note(verdict, plain=self._means.are_plain and not second and factor == 1.0)
             self.finite.note_installed(self.params)
         if not self.slots.is_final and self.slots.next_plan is None:
             self.slots.plan_ready_order(self.comm, verdict)

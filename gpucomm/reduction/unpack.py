@@ -98,6 +98,11 @@ class Means:
         yield from self._slotless.items()
         yield from ((i, mean._values()) for i, mean in self.sparse.items())
 
+    @property
+    def are_plain(self) -> bool:
+        """Whether they are the buckets as these were reduced: nothing was added, and no slot got back what it held."""
+        return not self._kept
+
     def install(self, verdict: _core.Verdict, factor: float, comm: Communicator) -> None:
         """Gives every parameter that was used on some rank its mean as `.grad`. factor: by which it was scaled."""
         for index, mean in (*self._slotless.items(), *self.sparse.items()):

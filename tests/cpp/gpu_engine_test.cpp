@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -300,6 +301,63 @@ void narrow_wire(Problems* problems) {
   for (size_t k = 0; k < kNumel; ++k) expect(values[k] == static_cast<float>(k), "rounded integers", problems);
 }
 
+// Memory for unpacked gradients comes from one stream of the program, and gradients from another one.
+void new_memory(Problems* problems) {
+  Rank rank(DType::kBFloat16);
+  for (int iteration = 0; iteration < 3; ++iteration) {
+    rank.program = caller_of(rank.side);
+    for (int32_t p = 0; p < kParameters; ++p) {
+      rank.api->memset_d8_async(rank.means[p]->address(), 0, kNumel * sizeof(float), rank.side.handle());
+      rank.engine->unpack_to(p, rank.means[p]->as<void>(), DType::kFloat32);
+    }
+    rank.engine->arm();
+    rank.program = caller_of(rank.main);
+    for (int32_t p = kParameters - 1; p >= 0; --p) rank.backward(p);
+    rank.finish();
+    rank.step();
+    rank.order(caller_of(rank.main), caller_of(rank.side));  // the optimizer, before memory is used again
+  }
+  expect(rank.param(0)[1] == 1.0f, "a mean", problems);
+}
+
+// Buckets get other memory while the device still works on what they had, which goes with its last owner.
+void replaced_memory(Problems* problems) {
+  Rank rank;
+  rank.program = caller_of(rank.main);
+  for (int iteration = 0; iteration < 3; ++iteration) {
+    rank.engine->arm();
+    for (int32_t p = kParameters - 1; p >= 0; --p) rank.backward(p);
+    rank.finish();
+    rank.step();
+    for (size_t b = 0; b < kParameters / kPerBucket; ++b) {
+      rank.engine->replace_memory(b, rank.transport->allocate(kPerBucket * kSlot * sizeof(float)));
+    }
+  }
+  expect_means(rank, problems);
+}
+
+// The norm of the means is summed up beside backward, and read on the stream that takes the means; the next iteration
+// is another stream's.
+void norm(Problems* problems) {
+  Rank rank;
+  rank.engine->set_measure_norm(true);
+  for (int iteration = 0; iteration < 4; ++iteration) {
+    rank.make_apart(iteration, 0x40);
+    rank.finish();
+    rank.api->memcpy_dtod_async(rank.means[iteration]->address(), rank.codec->squared_norm()->address(), sizeof(float),
+                                static_cast<cuda::StreamHandle>(rank.program.stream));
+    rank.stream->follow(rank.program);  // as whoever reads it does, before the next sum begins
+  }
+  fake_drain();
+  float element = 0;
+  std::memset(&element, 0x40, sizeof element);
+  for (int iteration = 0; iteration < 4; ++iteration) {
+    const float sum = *rank.means[iteration]->as<float>();  // the stand-in's memory is the host's
+    const float expected = static_cast<float>(kParameters * kNumel) * element * element;
+    expect(std::abs(sum - expected) < 1e-4f * expected, "the norm is " + std::to_string(sum), problems);
+  }
+}
+
 // A NaN is found in the slot in which it travels, and the host waits for what was packed until then.
 void finite_check(Problems* problems) {
   Rank rank;
@@ -376,7 +434,7 @@ void timeout(Problems* problems) {
       text = error.what();
     }
   }
-  expect(text.find("all_reduce of 224 float32") != std::string::npos, "no timeout: " + text, problems);
+  expect(text.find("all_reduce of bucket 0, 224 float32") != std::string::npos, "no timeout: " + text, problems);
   gate.open = true;
   fake_drain();
 }
@@ -418,6 +476,9 @@ const std::vector<std::pair<std::string, std::function<void(Problems*)>>> scenar
     {"streams_apart", streams_apart},
     {"another_stream_packs", another_stream_packs},
     {"narrow_wire", narrow_wire},
+    {"new_memory", new_memory},
+    {"replaced_memory", replaced_memory},
+    {"norm", norm},
     {"finite_check", finite_check},
     {"unused_and_again", unused_and_again},
     {"host_does_not_wait", host_does_not_wait},

@@ -101,6 +101,7 @@ class Nccl:
         self.library = ctypes.CDLL(str(control.path.with_name(f"libfake_nccl_{version}.so")))
         self.library.ncclGetLastError.restype = ctypes.c_char_p
         self.library.fake_nccl_script.restype = ctypes.c_char_p
+        self.library.fake_nccl_net_name.restype = ctypes.c_char_p
         for name, arguments in _TYPES.items():
             if hasattr(self.library, name):
                 getattr(self.library, name).argtypes = arguments
@@ -119,6 +120,14 @@ class Nccl:
     def reset(self) -> None:
         """As freshly loaded; to be called with Control.reset."""
         self.library.fake_nccl_reset()
+
+    def config(self, member: str) -> int | None:
+        """What the last communicator that was made of a configuration was told; None: nothing."""
+        value = self.library.fake_nccl_config(member.encode())
+        return None if value == UNSET else value
+
+    def net_name(self) -> str:
+        return self.library.fake_nccl_net_name().decode()
 
     def script(self, text: str) -> None:
         """See nccl/control.h; replaces the one before."""

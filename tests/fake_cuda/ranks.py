@@ -85,6 +85,7 @@ def on_gpu(
     os.environ["GPUCOMM_CUDA_LIBRARY"] = str(control.path)
     os.environ["GPUCOMM_NCCL_LIBRARY"] = nccl.library._name
     shim = CudaShim(control, rank)
+    shim.nccl = nccl
     before, cuda.gpu = cuda.gpu, StandIn(shim, rank)
     try:
         with shim:

@@ -16,8 +16,6 @@ from gpucomm.transport import flat_tensor
 MIB = 1 << 20
 # Slots start at multiples of this many elements (at least 32 bytes), so the size of a bucket does not depend on order.
 SLOT_ALIGNMENT = 16
-# Buckets of a memory block start at multiples of a page.
-_BUCKET_ALIGNMENT = 4096
 _AS_THEY_ARE = Wire()
 
 
@@ -241,10 +239,15 @@ class BucketMemory:
         for parameter in members:
             starts.append(end)
             end += -(-specs[parameter].numel // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        flat = torch.empty(end, dtype=dtype, device=self.flat.device)
+        flat = torch.zeros(end, dtype=dtype, device=self.flat.device)
         for parameter, start in zip(members, starts, strict=True):
             self.views[parameter] = specs[parameter].view(flat.untyped_storage(), start)
         self._unpacked_flats.append(flat)
+
+    @property
+    def gradient_flats(self) -> list[torch.Tensor]:
+        """All gradients of the bucket, with zeros between them."""
+        return [self.flat] if self.in_slots else self._unpacked_flats
 
     def scale(self, factor: float) -> None:
         """Multiplies the gradients, where they lie."""
@@ -259,16 +262,6 @@ class BucketMemory:
     def aliased(self) -> bool:
         """True if a tensor besides ours lies in this memory: somebody keeps (part of) a gradient."""
         return any(use_count(storage._cdata) > uses for storage, uses in zip(self._storages, self._uses, strict=True))
-
-
-def allocate_buckets(plan: BucketPlan, transport: _core.Transport) -> list[_core.Memory]:
-    """One block for the whole plan, a page-aligned part of it for each bucket."""
-    starts, end = [], 0
-    for bucket in plan.buckets:
-        starts.append(end)
-        end += -(-max(bucket.nbytes, 1) // _BUCKET_ALIGNMENT) * _BUCKET_ALIGNMENT
-    block = transport.allocate(end)
-    return [block.slice(start, max(bucket.nbytes, 1)) for start, bucket in zip(starts, plan.buckets, strict=True)]
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -10,12 +10,12 @@ import torch
 
 from gpucomm import _core, cuda
 from gpucomm.communicator import Communicator
+from gpucomm.reduction.layout.arena import Arena
 from gpucomm.reduction.layout.buckets import (
     SLOT_ALIGNMENT,
     BucketMemory,
     BucketPlan,
     ParameterSpec,
-    allocate_buckets,
 )
 from gpucomm.reduction.layout.grads import GRAD_REFERENCES
 from gpucomm.reduction.layout.local import DistributedGrad, is_distributed
@@ -40,7 +40,7 @@ class Slots:
         self,
         params: list[torch.nn.Parameter],
         engine: _core.Engine,
-        transport: _core.Transport,
+        arena: Arena,
         caps: Sequence[int],
         plan: BucketPlan | None,
         wire: Wire,
@@ -53,7 +53,7 @@ class Slots:
         self.is_final = plan is not None
         self._params = params
         self._engine = engine
-        self._transport = transport
+        self._arena = arena
         self._caps = list(caps)
         self.wire = wire
         self._sparse = sparse
@@ -75,7 +75,7 @@ class Slots:
         self.plan, self.specs = plan, self._next_specs
         self.memories = [
             BucketMemory(bucket, memory, self.specs)
-            for bucket, memory in zip(plan.buckets, allocate_buckets(plan, self._transport), strict=True)
+            for bucket, memory in zip(plan.buckets, self._arena.take(plan), strict=True)
         ]
         buckets = [
             (memory.memory, bucket.dtype, bucket.numel, [(s.parameter, s.offset, s.numel) for s in bucket.slots])
@@ -93,6 +93,7 @@ class Slots:
         for memory in self.memories:
             self._take_views(memory)
         self.slotless = [index for index, view in enumerate(self.views) if view is None]
+        self._arena.warm_up(self.memories)
         return True
 
     def _take_views(self, memory: BucketMemory) -> None:
@@ -151,7 +152,7 @@ class Slots:
         """Gives buckets new memory in which somebody still keeps a gradient, so that it is never overwritten."""
         for index in self.stale_buckets():
             bucket, old = self.plan.buckets[index], self.memories[index]
-            fresh = self._transport.allocate(max(bucket.nbytes, 1)) if old.in_slots else old.memory
+            fresh = self._arena.replace(bucket.nbytes) if old.in_slots else old.memory
             memory = BucketMemory(bucket, fresh, self.specs)
             if old.in_slots:
                 self._engine.replace_memory(index, fresh)

@@ -1,4 +1,4 @@
-"""The wire: in which dtype gradients travel, where that is another than their own.
+"""The wire: in which dtype gradients travel, and in whose memory, where that is another than their own.
 
 A gradient is cast while it is packed and cast back while it is unpacked, into memory of its own: so such a parameter
 takes the room of its gradient and of its slot.
@@ -16,20 +16,25 @@ from gpucomm.world import WIRE_DTYPES
 class Wire:
     """How gradients travel. The default: each in its own dtype, in place.
 
-    travels: the dtype in a bucket for each dtype of gradients that is cast. comes: a dtype in which gradients of
+    travels: the dtype in a bucket for each dtype of gradients that is cast. apart: all gradients are unpacked beside
+    the buckets, whose memory is then nobody's but the transport's. comes: a dtype in which gradients of
     wider parameters come from autograd (mixed precision computes in it), besides the parameters' own.
     """
 
     travels: Mapping[torch.dtype, torch.dtype] = field(default_factory=dict)
     comes: torch.dtype | None = None
+    apart: bool = False
 
     def dtype_of(self, tensor_dtype: torch.dtype) -> torch.dtype | None:
-        """In which gradients of this dtype travel; None: in their own."""
+        """In which gradients of this dtype travel beside the gradient itself; None: it is the gradient that travels."""
         found = self.travels.get(tensor_dtype, tensor_dtype)
-        return None if found == tensor_dtype else found
+        if found == tensor_dtype and not self.apart:
+            return None
+        return found.to_real() if found.is_complex else found
 
     def __str__(self) -> str:
-        return ", ".join(f"{dtype} as {wire}" for dtype, wire in self.travels.items())
+        casts = [f"{dtype} as {wire}" for dtype, wire in self.travels.items()]
+        return ", ".join([*casts, *(["buckets apart from gradients"] if self.apart else [])])
 
     def takes(self, grad_dtype: torch.dtype, tensor_dtype: torch.dtype) -> bool:
         """Whether a gradient of the first dtype can be packed for a parameter of the second."""
@@ -52,6 +57,11 @@ def check_wire_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
 
 def refuse_beside_hooks(wire: Wire) -> None:
     """Raises RuntimeError if gradients are cast: a communication hook decides by itself in which form they travel."""
+    if wire.apart:
+        raise RuntimeError(
+            "a communication hook beside NcclOptions(register_buffers=True): only NCCL reduces buckets that it knows "
+            "of, use one or the other"
+        )
     if wire.travels or wire.comes is not None:
         raise RuntimeError(
             f"a communication hook beside wire_dtype= or mixed_precision= ({wire}): a hook decides itself in what form "

@@ -183,6 +183,14 @@ Result cuCtxPopCurrent(Context* context) {
   return kSuccess;
 }
 
+Result cuCtxSynchronize() {
+  Call call("cuCtxSynchronize", Needs::kContext);
+  if (call.is_refused()) return call.result();
+  if (call.is_unsafe_in_capture()) return kStreamCaptureUnsupported;
+  synchronise(call, call.symbol());
+  return kSuccess;
+}
+
 Result cuCtxGetStreamPriorityRange(int* least, int* greatest) {
   Call call("cuCtxGetStreamPriorityRange", Needs::kContext);
   if (call.is_refused()) return call.result();

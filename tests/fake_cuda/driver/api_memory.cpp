@@ -52,14 +52,6 @@ Result enqueue(const Call& call, StreamHandle handle, std::function<void()> acti
   return kSuccess;
 }
 
-// Freeing waits for the whole device, and the host knows it then.
-void synchronise_for_free(const Call& call, const std::string& name) {
-  queues().drain(&call.context(), std::string(call.symbol()) + " of " + name);
-  for (const auto& stream : queues().streams().all()) {
-    if (stream->pending.empty() && stream->context == &call.context()) queues().host_joins(stream->clock);
-  }
-}
-
 Result free(const Call& call, uintptr_t address, bool is_host) {
   if (call.is_unsafe_in_capture()) return kStreamCaptureUnsupported;
   Allocation* allocation = memory().starting_at(address);
@@ -69,7 +61,7 @@ Result free(const Call& call, uintptr_t address, bool is_host) {
   if (allocation->is_host() != is_host) return call.misuse(kInvalidValue, allocation->name + " is of the other kind");
   if (allocation->context != &call.context())
     return call.misuse(kInvalidValue, allocation->name + " is on another device");
-  synchronise_for_free(call, allocation->name);
+  synchronise(call, std::string(call.symbol()) + " of " + allocation->name);  // which the host knows then
   memory().release(*allocation);
   return kSuccess;
 }

@@ -111,4 +111,11 @@ bool Call::is_unsafe_in_capture() const {
   return true;
 }
 
+void synchronise(const Call& call, const std::string& what) {
+  queues().drain(&call.context(), what);
+  for (const auto& stream : queues().streams().all()) {
+    if (stream->pending.empty() && stream->context == &call.context()) queues().host_joins(stream->clock);
+  }
+}
+
 }  // namespace fake

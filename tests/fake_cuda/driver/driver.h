@@ -98,4 +98,7 @@ bool misused(const char* function, const std::string& text);          // reports
 CUstream_st* find_stream(const char* function, StreamHandle handle);  // null, and reported: there is no such stream
 CUctx_st* current_context();                                          // of this thread, null: none
 
+// The host waits for all work of the call's device, and knows that it is done.
+void synchronise(const Call& call, const std::string& what);
+
 }  // namespace fake

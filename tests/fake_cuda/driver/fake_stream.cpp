@@ -54,6 +54,14 @@ void* fake_allocate(size_t bytes, size_t alignment, const char* name) {
   return reinterpret_cast<void*>(made.base);
 }
 
+bool fake_unmap(void* address) {
+  Locked lock(queues().lock());
+  Allocation* allocation = memory().starting_at(reinterpret_cast<uintptr_t>(address));
+  if (!allocation || !allocation->block || allocation->is_host()) return false;
+  memory().release(*allocation);
+  return true;
+}
+
 void fake_lock(void) { queues().lock().lock(); }
 void fake_unlock(void) { queues().lock().unlock(); }
 

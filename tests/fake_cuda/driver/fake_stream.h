@@ -56,8 +56,12 @@ typedef struct FakeAllocation {
 FAKE_EXPORT bool fake_find_allocation(const void* address, FakeAllocation* found);
 
 /* Device memory with guarded ends, as cuMemAlloc gives it but aligned as asked (a power of two, 0: 512) and under a
- * name. Null: no context is current, or bytes is 0. Freed by cuMemFree. */
+ * name. Null: no context is current, or bytes is 0. Freed by cuMemFree, which waits for the device, or by fake_unmap.
+ */
 FAKE_EXPORT void* fake_allocate(size_t bytes, size_t alignment, const char* name);
+/* Frees it without waiting, as unmapping memory does: what is still to run and touches it is reported when it runs.
+ * False: not the start of live memory of the device. */
+FAKE_EXPORT bool fake_unmap(void* address);
 
 /* The lock under which everything here happens; recursive, and held during `step`. For state of one's own that both
  * `step` and the library's functions touch. Never wait for a peer while holding it. */

@@ -34,15 +34,16 @@ Config known_part(const Config& given) {
   Config config;
   std::memcpy(&config, &given, std::min({given.size, sizeof(Config), size_in(kLibraryVersion)}));
   const Config defaults;
-  if (config.version < 21400) config.blocking = defaults.blocking;
-  if (config.version < 21700) {
+  const int version = std::min(static_cast<int>(config.version), kLibraryVersion);
+  if (version < 21400) config.blocking = defaults.blocking;
+  if (version < 21700) {
     config.cga_cluster_size = defaults.cga_cluster_size;
     config.min_ctas = defaults.min_ctas;
     config.max_ctas = defaults.max_ctas;
     config.net_name = defaults.net_name;
   }
-  if (config.version < 22500) config.traffic_class = defaults.traffic_class;
-  if (config.version < 22700) {
+  if (version < 22500) config.traffic_class = defaults.traffic_class;
+  if (version < 22700) {
     config.comm_name = defaults.comm_name;
     config.collnet_enable = defaults.collnet_enable;
     config.cta_policy = defaults.cta_policy;
@@ -87,8 +88,21 @@ Result read_config(const char* function, const Config* config, const Options& in
                std::to_string(size_in(version)));
   const Config known = known_part(*config);
   const Result result = check_values(known);
-  if (result == kSuccess && is_set(known.blocking)) options->blocking = known.blocking == 1;
-  return result;
+  if (result != kSuccess) return result;
+  if (is_set(known.blocking)) options->blocking = known.blocking == 1;
+  last_given() = known;
+  last_net_name() = known.net_name ? known.net_name : "";
+  return kSuccess;
+}
+
+Config& last_given() {
+  static Config config;
+  return config;
+}
+
+std::string& last_net_name() {
+  static std::string name;
+  return name;
 }
 
 }  // namespace fake_nccl

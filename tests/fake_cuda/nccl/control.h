@@ -39,6 +39,11 @@ FAKE_NCCL_EXPORT void fake_nccl_reset(void);
 /* Replaces the script. Null, or what is wrong with the text (valid until the next call); then nothing has changed. */
 FAKE_NCCL_EXPORT const char* fake_nccl_script(const char* text);
 
+/* What the last ncclConfig_t that was taken said of a member, by our name of it (nccl_api.h): INT_MIN if it is unset,
+ * or not known to this version. */
+FAKE_NCCL_EXPORT int fake_nccl_config(const char* member);
+FAKE_NCCL_EXPORT const char* fake_nccl_net_name(void);
+
 /* Launches of all communicators of this process: enqueued, and completed. Monotone. */
 FAKE_NCCL_EXPORT uint64_t fake_nccl_launched(void);
 FAKE_NCCL_EXPORT uint64_t fake_nccl_completed(void);

@@ -127,8 +127,11 @@ Result free_memory(const char* function, void* address) {
       if (overlap(*registered, memory))
         misuse(function, "freed-while-registered", text_of(memory) + " are still registered with " + comm->name());
   }
+  const bool is_mapped = found->second.takes_windows;  // unmapping waits for nothing
   allocations().erase(found);
-  return free_device_memory(address) ? kSuccess : failure(kUnhandledCudaError, "Cuda failure of cuMemFree");
+  return (is_mapped ? fake_unmap(address) : free_device_memory(address))
+             ? kSuccess
+             : failure(kUnhandledCudaError, "Cuda failure of cuMemFree");
 }
 
 void forget_memory() { allocations().clear(); }

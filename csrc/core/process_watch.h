@@ -18,6 +18,7 @@ std::string pid_namespace();
 // Watches one process through a pidfd, or by pid and start time where the kernel has none (before 5.3).
 class ProcessWatch {
  public:
+  // Of a process of this machine's, in the same pid namespace.
   ProcessWatch(pid_t pid, uint64_t start_time);
   ~ProcessWatch();
   ProcessWatch(ProcessWatch&& other) noexcept;

@@ -1,4 +1,4 @@
-#include "transport/process_watch.h"
+#include "core/process_watch.h"
 
 #include <errno.h>
 #include <poll.h>

@@ -1,0 +1,1 @@
+"""What gpu_check.py runs on a machine with a GPU: parts.py lists it, a file for each part."""
