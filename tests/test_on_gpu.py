@@ -281,13 +281,27 @@ class Foreign:
         }
 
 
+class OfDlpack:
+    """An array of a library that speaks DLPack and nothing else."""
+
+    def __init__(self, tensor):
+        self._tensor = tensor
+
+    def __dlpack__(self, **options):
+        return self._tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self._tensor.__dlpack_device__()
+
+
 def test_arrays_of_any_library_are_reduced_in_place(device):
     def body(gpu):
         with Communicator(transport="nccl") as comm:
             assert comm.transport == "nccl"
             x = torch.arange(6.0, device=gpu.torch_device)
             assert comm.all_reduce(x, "avg") is x
-            assert comm.all_reduce(foreign := Foreign(x)) is foreign
+            for foreign in (Foreign(x), OfDlpack(x)):
+                assert comm.all_reduce(foreign) is foreign
             work = comm.all_reduce(x, async_op=True)
             work.wait()
             assert torch.equal(x, torch.arange(6.0, device=gpu.torch_device))

@@ -28,10 +28,10 @@ _WARM_UP_STEPS = 3
 
 def run(place: Place, report: Report) -> None:
     with joined(place) as ranks:
-        gpu = ranks.gpu
+        gpu, wrong = ranks.gpu, []
         count, buckets = (_TINY_PARAMETERS, _TINY_BUCKETS) if gpu.dry_run else (_PARAMETERS, _BUCKETS)
         arms: dict[str, tuple[str, int | None]] = {arm: (arm, None) for arm in ("bare", "hook", "stock", "ours")}
-        samples = measure(gpu, arms, count, TINY_NUMEL)
+        samples = measure(gpu, arms, count, TINY_NUMEL, wrong)
         for arm, name in (("ours", "gradient_us"), ("stock", "stock_gradient_us")):
             over = paired(samples[arm], samples["hook"], lambda a, b: (a - b) / count)
             report.row(name, over["median"], us=over, step_us=spread(samples[arm]), hook_us=spread(samples["hook"]))
@@ -39,18 +39,24 @@ def run(place: Place, report: Report) -> None:
         parameters = buckets * PARAMS_PER_BUCKET
         caps = {1: parameters * LINE_NUMEL * 4, buckets: PARAMS_PER_BUCKET * LINE_NUMEL * 4}
         plans = {f"{arm}/{number}": (arm, cap) for arm in ("ours", "stock") for number, cap in caps.items()}
-        samples = measure(gpu, plans, parameters, LINE_NUMEL)
+        samples = measure(gpu, plans, parameters, LINE_NUMEL, wrong)
         for arm, name in (("ours", "bucket_us"), ("stock", "stock_bucket_us")):
             many, one = samples[f"{arm}/{buckets}"], samples[f"{arm}/1"]
             each = paired(many, one, lambda a, b: (a - b) / (buckets - 1))
             report.row(name, each["median"], us=each, step_us=spread(many), one_bucket_us=spread(one))
+        report.row("right", sum(wrong) == 0, samples=len(wrong))
 
 
-def measure(gpu: Gpu, arms: dict[str, tuple[str, int | None]], count: int, numel: int) -> dict[str, list[float]]:
-    """Microseconds of a step, by arm: which wrapper, and the cap of its buckets in bytes."""
+def measure(
+    gpu: Gpu, arms: dict[str, tuple[str, int | None]], count: int, numel: int, wrong: list[int]
+) -> dict[str, list[float]]:
+    """Microseconds of a step, by arm: which wrapper, and the cap of its buckets in bytes. wrong: gets each sample's
+    number of wrong elements."""
     samples: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(1 if gpu.dry_run else _PLACEMENTS):
-        samplers = {name: sampler(gpu, module_of(gpu, arm, cap, count, numel)) for name, (arm, cap) in arms.items()}
+        samplers = {
+            name: sampler(gpu, module_of(gpu, arm, cap, count, numel), wrong) for name, (arm, cap) in arms.items()
+        }
         for name, values in interleaved(samplers, 2 if gpu.dry_run else _ROUNDS).items():
             samples[name] += values
     return samples
@@ -65,7 +71,7 @@ def module_of(gpu: Gpu, arm: str, cap_bytes: int | None, count: int, numel: int)
     return module
 
 
-def sampler(gpu: Gpu, module: nn.Module) -> Callable[[], float]:
+def sampler(gpu: Gpu, module: nn.Module, wrong: list[int]) -> Callable[[], float]:
     params = list(module.parameters())
 
     def sample() -> float:
@@ -74,6 +80,8 @@ def sampler(gpu: Gpu, module: nn.Module) -> Callable[[], float]:
         for param in params:
             param.grad = None
         module().backward()
-        return (time.process_time_ns() - started) / 1e3
+        us = (time.process_time_ns() - started) / 1e3
+        wrong.append(int((torch.cat([param.grad for param in params]) != 1).sum()))
+        return us
 
     return sample

@@ -73,6 +73,7 @@ PARTS = (
         "a step of a GPT of 124 M in bf16, batch 8 x 1024, world size 1",
         60,
         (
+            Row("right", "gradients are the bare model's, but for rounding"),
             Row("bare_ms", "the bare model", "ms"),
             Row("ours_percent", "ours over the bare model", "%", at_most=1),
             Row("stock_percent", "stock DDP over the bare model", "%"),
@@ -85,6 +86,7 @@ PARTS = (
         "processor time of the host, world size 1",
         40,
         (
+            Row("right", "every gradient, each time"),
             Row("gradient_us", "a gradient, over an empty hook", "us", at_most=2),
             Row("bucket_us", "a bucket", "us", at_most=8),
             Row("stock_gradient_us", "stock DDP: a gradient", "us"),

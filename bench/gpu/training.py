@@ -58,6 +58,17 @@ def same(first: nn.Module, second: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
+def largest_difference(model: nn.Module, expected: nn.Module) -> float:
+    """Of the gradients, parameter by parameter: the norm of the difference over that of what is expected."""
+    found = []
+    for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+        if param.grad is None or other.grad is None:
+            raise AssertionError("a gradient is missing")
+        difference = (param.grad.float() - other.grad.float()).norm()
+        found.append(float(difference / other.grad.float().norm().clamp_min(1e-30)))
+    return max(found)
+
+
 def deterministic() -> None:
     """From here on, in this process: equal work gives equal bits; torch warns of what does not."""
     torch.use_deterministic_algorithms(True, warn_only=True)
