@@ -32,9 +32,10 @@ test-clients:  ## Accelerate, transformers and Lightning over ours (installs the
 	@$(VENV_PYTHON) -m pytest -m clients $(ARGS)
 
 # What parameters on a GPU go through, with stand-ins for the CUDA driver and NCCL (tests/fake_cuda).
-OVER_FAKE_GPU := ddp ddp_backward ddp_parameters unused nonfinite means wire_dtype program_grads buffers second_order comm_hooks
+OVER_FAKE_GPU := ddp ddp_backward ddp_parameters unused nonfinite means wire_dtype program_grads buffers second_order comm_hooks \
+  clip transport communicator failures sync_batch_norm mesh pipeline surface torch_optimizers
 
-test-fake-gpu:  ## the suite of DistributedDataParallel on a GPU that is a stand-in (3 minutes)
+test-fake-gpu:  ## the suites of transports and DistributedDataParallel on a GPU that is a stand-in (5 minutes)
 	@$(SETUP) package test
 	@GPUCOMM_TEST_DEVICE=fake_cuda $(VENV_PYTHON) -m pytest $(OVER_FAKE_GPU:%=tests/test_%.py) $(ARGS)
 

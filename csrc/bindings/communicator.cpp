@@ -45,6 +45,10 @@ struct Channel {
     }
   }
 
+  void check_failure() const {
+    if (transport) transport->check_failure();
+  }
+
   void forget_completed() {
     while (!in_flight.empty() && stream->query(in_flight.front().first)) in_flight.pop_front();
   }
@@ -88,12 +92,15 @@ struct Work {
     const Busy busy(*channel);
     channel->stream->lead(channel->caller(), event);
     channel->forget_completed();
+    channel->check_failure();
   }
   bool done() {
     const Busy busy(*channel);
     channel->stream->progress();
     channel->forget_completed();
-    return channel->stream->query(event);
+    const bool is_complete = channel->stream->query(event);
+    channel->check_failure();  // which may be why
+    return is_complete;
   }
 };
 

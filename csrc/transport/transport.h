@@ -68,6 +68,9 @@ class Transport {
     start(collective, stream);
     stream.synchronize(stream.record());
   }
+  // Throws what went wrong with what was started, as far as it is known, where start() cannot tell: what is complete on
+  // a device may have been ended.
+  virtual void check_failure() {}
   // Tells the peers that this rank gives up: their waits end with PeerFailed(this rank, reason). Idempotent.
   virtual void abort(const std::string& reason) noexcept = 0;
 

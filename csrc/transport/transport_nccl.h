@@ -79,7 +79,7 @@ class NcclTransport final : public Transport {
   // Whether a transport of some of its ranks can be made of it: it works, and NCCL is 2.27.3 or later.
   bool can_shrink() const;
   // Throws what went wrong since it was looked for last, if anything did.
-  void check_failure();
+  void check_failure() override;
   const std::shared_ptr<const cuda::GpuDevice>& device() const { return options_.device; }
   const std::shared_ptr<nccl::Communicator>& communicator() const { return comm_; }
 

@@ -8,6 +8,8 @@ CPU_PACK = "gradients are packed bucket by bucket on a GPU, not one by one"
 NANS = "NCCL's minimum and maximum leave NaN out, as fmin and fmax do"
 DEVICES = "torch's tensors are on the GPU here, NumPy's arrays are not"
 TRACE = "reductions are in the trace once the host noticed that they are done, which may be later"
+STORAGES = "the stand-in knows a storage by its first size; torch's collectives of objects resize theirs"
+FINALIZERS = "Python drops an interrupt that comes in what the stand-in does at the end of a tensor"
 DRAIN = "the stand-in's host waits at the end for collectives whose peer has gone"
 
 DIFFERENT = {
@@ -23,6 +25,9 @@ DIFFERENT = {
     "test_an_interrupt_while_an_operation_is_started_ends_every_rank": CPU_WIRE,
     "test_a_nan_of_any_rank_is_the_minimum_and_the_maximum[nccl]": NANS,
     "test_what_one_library_has_is_gathered_into_an_array_of_another": DEVICES,
+    "test_a_run_resumed_from_a_distributed_checkpoint_goes_on_as_if_never_interrupted": STORAGES,
+    "test_an_interrupt_ends_every_rank_that_works[training-shm]": FINALIZERS,
+    "test_an_interrupt_ends_every_rank_that_works[training-c10d]": FINALIZERS,
     "test_a_wrapper_that_is_dropped_fails_the_peers_that_train_on": DRAIN,
 }
 
