@@ -4,6 +4,7 @@ import pytest
 import torch
 from expect import raises
 from ranks import run_ranks
+from torch.nn.parallel.distributed import _MixedPrecision
 from toys import batch, mlp
 
 from gpucomm import DistributedDataParallel as Ours
@@ -163,6 +164,54 @@ def test_a_norm_that_is_not_finite_raises_if_asked_to_and_scales_otherwise():
             assert torch.equal(param.grad, grad)
         assert ours.clip_grad_norm_(1.0).item() == float("inf")
         assert torch.isnan(ours.module[0].weight.grad[0, 0])
+
+    run_ranks(body, 1)
+
+
+def test_a_norm_that_is_no_number_is_gone_in_the_next_iteration():
+    def body(rank, world):
+        ours = Ours(mlp(), bucket_cap_mb=SMALL)
+        for iteration in range(4):
+            ours.zero_grad()
+            (loss_of(ours, rank, iteration) * (float("nan") if iteration == 1 else 1.0)).backward()
+            if iteration == 1:
+                assert torch.isnan(ours.clip_grad_norm_(0.1))
+            else:
+                check(ours, 0.1)
+
+    run_ranks(body, 2)
+
+
+def test_what_a_slot_without_a_gradient_holds_is_neither_counted_nor_scaled():
+    def body(rank, world):
+        model = mlp()
+        model.extra = torch.nn.Linear(24, 24)
+        model.forward = lambda x: model[0](x)
+        ours = Ours(model, find_unused_parameters=True)
+        for iteration in range(3):
+            ours.zero_grad()
+            model.extra.weight.grad = torch.ones(24, 24)  # past the hooks: it travels, and nobody used it
+            ours(batch(rank, iteration, 5, 24)).sum().backward()
+            model.extra.weight.grad = None
+            check(ours, 0.1)
+            if iteration == 1:
+                kept = model[0].weight.grad
+                copy = kept.clone()
+        model[0].weight.grad = kept
+        model[0].weight.grad = None
+        check(ours, 0.01)
+        assert torch.equal(kept, copy)
+
+    run_ranks(body, 2)
+
+
+def test_wide_gradients_that_travel_in_fp32():
+    def body(rank, world):
+        ours = Ours(mlp().double(), mixed_precision=_MixedPrecision(reduce_dtype=torch.float32))
+        for iteration in range(2):
+            ours.zero_grad()
+            ours(batch(rank, iteration, 5, 24).double()).square().sum().backward()
+            assert check(ours, 0.1, tolerance={"rtol": 1e-6, "atol": 1e-12}).dtype == torch.float64
 
     run_ranks(body, 1)
 

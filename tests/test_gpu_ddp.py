@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from expect import raises
 from fake_cuda.ranks import on_gpu
 from fake_cuda.shim import values
@@ -120,7 +121,7 @@ def test_an_iteration_allocates_nothing_on_the_device():
     run_ranks(body, 2)
 
 
-def test_the_norm_is_summed_up_beside_backward_unless_gradients_were_written_to():
+def test_the_norm_is_summed_up_beside_backward_where_the_program_promises_not_to_write_to_gradients():
     def body(rank, world):
         with on_gpu(rank, world) as shim:
             ours = Ours(mlp(), bucket_cap_mb=0.001)
@@ -132,7 +133,9 @@ def test_the_norm_is_summed_up_beside_backward_unless_gradients_were_written_to(
                 with cuda.gpu.host():
                     expected = torch.cat([torch.tensor(values(shim, p.grad)) for p in ours.parameters()]).norm().item()
                 measured = ours._reduction.norm._measured(2.0) is not None
-                assert values(shim, ours.clip_grad_norm_(0.1).view(1)) == pytest.approx([expected], rel=1e-5)
+                assert values(shim, ours.clip_grad_norm_(0.1, untouched=True).view(1)) == pytest.approx(
+                    [expected], rel=1e-5
+                )
                 return measured
 
             assert not clip_with_launches(0)
@@ -142,6 +145,48 @@ def test_the_norm_is_summed_up_beside_backward_unless_gradients_were_written_to(
             assert clip_with_launches(4)
 
     run_ranks(body, 2)
+
+
+def unscale(grads):
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(1), torch.full((1,), 1 / 64))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [unscale, lambda grads: [grad.data.div_(64) for grad in grads], lambda grads: [dist.all_reduce(g) for g in grads]],
+    ids=["a scaler", "through .data", "a collective"],
+)
+def test_a_write_to_gradients_that_torch_does_not_count_is_in_the_norm(write):
+    def body(rank, world):
+        with on_gpu(rank, world):
+            ours = Ours(mlp(), bucket_cap_mb=0.001)
+            for iteration in range(4):
+                ours.zero_grad()
+                loss_of(ours, rank, iteration).backward()
+                write([p.grad for p in ours.parameters()])
+                expected = torch.nn.utils.get_total_norm([p.grad for p in ours.parameters()])
+                torch.testing.assert_close(ours.clip_grad_norm_(0.1), expected)
+
+    run_ranks(body, 2)
+
+
+def test_what_a_communication_hook_made_is_in_the_norm_whatever_is_promised():
+    def hook(state, bucket):
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    def body(rank, world):
+        with on_gpu(rank, world):
+            ours = Ours(mlp(), bucket_cap_mb=0.001)
+            ours.register_comm_hook(None, hook)
+            for iteration in range(4):
+                ours.zero_grad()
+                loss_of(ours, rank, iteration).backward()
+                expected = torch.nn.utils.get_total_norm([p.grad for p in ours.parameters()])
+                torch.testing.assert_close(ours.clip_grad_norm_(0.1, untouched=True), expected)
+
+    run_ranks(body, 1)
 
 
 @pytest.mark.parametrize("wire_dtype", [torch.bfloat16, torch.float16])

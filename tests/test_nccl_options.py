@@ -216,6 +216,36 @@ def test_a_plan_that_needs_more_memory_registers_anew():
     run_ranks(body, 2)
 
 
+class Backwards(torch.nn.Module):
+    """Its gradients come in another order than its parameters do, so that a new plan follows the first iteration."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.last = torch.nn.Linear(24, 4)
+        self.first = torch.nn.Linear(24, 24)
+        self.middle = torch.nn.Linear(24, 24)
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x).tanh()).tanh())
+
+
+def test_weights_beside_registered_buckets_and_a_new_plan():
+    """The program's stream divides the means; the new plan's memory is cleared on another."""
+
+    def body(rank, world):
+        with on_gpu(rank, world):
+            ours = Ours(Backwards(), bucket_cap_mb=SMALL, nccl_options=REGISTERED)
+            first_plan = ours._reduction.plan
+            for iteration in range(3):
+                ours.zero_grad()
+                with ours.weight(3 + rank):
+                    ours(batch(rank, iteration, 5, 24)).square().sum().backward()
+            assert ours._reduction.plan != first_plan
+
+    run_ranks(body, 2)
+
+
 def test_a_communication_hook_beside_registered_buckets_is_refused():
     def body(rank, world):
         with on_gpu(rank, world):

@@ -291,15 +291,18 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
         sync_batch_norm.serve(module)
 
-    # ---- are the replicas equal
+    # ---- gradients
 
     @torch.no_grad()
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *, untouched: bool = False
     ) -> torch.Tensor:
         """torch.nn.utils.clip_grad_norm_ on the module's parameters, bucket by bucket instead of tensor by tensor; the
-        same on every rank. On a GPU the host does not wait, and from the second iteration on the 2-norm was summed up
-        beside backward.
+        same on every rank. On a GPU the host does not wait.
+
+        untouched: the program promises that nothing has written to a gradient since backward (GradScaler.unscale_ does,
+        so do collectives on `.grad`). Then on a GPU the 2-norm is summed up beside backward, from the second such call
+        on, and no gradient is read for it. A promise that is not kept gives a wrong norm.
 
         Returns the norm of all gradients together, before clipping, on their device: float32, float64 if one of them
         is. Gradients that a program has put elsewhere, complex ones and distributed tensors go torch's way. Raises
@@ -307,10 +310,12 @@ class DistributedDataParallel(TorchDDP, metaclass=StandIn):
         """
         total = None
         if not self.parameters_to_ignore - set(self._reduction.names):
-            total = self._reduction.norm.clip(float(max_norm), float(norm_type), error_if_nonfinite)
+            total = self._reduction.norm.clip(float(max_norm), float(norm_type), error_if_nonfinite, untouched)
         if total is not None:
             return total
         return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type, error_if_nonfinite)
+
+    # ---- are the replicas equal
 
     def audit(self) -> AuditReport:
         """Compares the replicas on all ranks bit for bit, by checksums, and returns what was compared; collective.

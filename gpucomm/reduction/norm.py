@@ -1,10 +1,12 @@
 """The norm of all means together, for clipping: from whole buckets, not tensor by tensor.
 
-Where every `.grad` is the mean that the last reduction left, the buckets hold all of them and zeros between. On a GPU
-each bucket's squares are summed up right after its reduction, beside the rest of backward, from the first call on; that
-sum is the norm as long as nobody has written to a gradient since (GradScaler.unscale_ does). Otherwise torch takes the
-norm of each bucket, a handful of launches.
+Where every `.grad` is the mean that the last reduction left, the buckets hold all of them and zeros between: torch takes
+the norm of each bucket, a handful of launches. On a GPU each bucket's squares can be summed up right after its
+reduction, beside the rest of backward. That sum is the norm only as long as nobody has written to a gradient, which
+nothing tells: GradScaler.unscale_, collectives and `.data` leave no trace. So the program has to say so.
 """
+
+from collections.abc import Sequence
 
 import torch
 
@@ -14,7 +16,7 @@ from gpucomm.reduction.layout.slots import Slots
 
 
 class MeansNorm:
-    """Of one wrapper's means. codec: of a GPU's buckets, None on the CPU."""
+    """Of one wrapper's means."""
 
     def __init__(
         self,
@@ -29,24 +31,22 @@ class MeansNorm:
         self._gpus = gpus
         self._squared = None if gpus is None else cuda.gpu.tensor_over(gpus.codec.squared_norm, torch.float32, 1)
         self._measures = False
-        self._unused: frozenset[int] = frozenset()  # whose slots hold zeros, and whose `.grad` may be None
         self._versions: list[int] | None = None  # of the views, when the sum of squares was theirs
 
-    def note(self, verdict: _core.Verdict, plain: bool) -> None:
-        """The means of an iteration were installed. plain: they are the buckets as these were reduced."""
-        planned = self._slots.plan.parameters
-        self._unused = frozenset() if verdict.all_used else frozenset(i for i in planned if not verdict.is_used(i))
+    def note(self, plain: bool) -> None:
+        """An iteration was reduced. plain: its means were installed, and are the buckets as NCCL reduced these."""
         self._versions = self._versions_now() if self._measures and plain else None
 
-    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor | None:
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool, untouched: bool) -> torch.Tensor | None:
         """As torch.nn.utils.clip_grad_norm_, of the parameters in the plan; None: some gradient lies elsewhere than in
-        the buckets, nothing was done."""
-        if norm_type <= 0 or self._engine.mode != _core.Mode.IDLE or not self._are_all_in_buckets():
+        the buckets, nothing was done. untouched: the program promises that it wrote to none of them."""
+        if norm_type <= 0 or self._engine.mode != _core.Mode.IDLE or not self._are_in_buckets():
             return None
-        flats = [flat for memory in self._slots.memories for flat in memory.gradient_flats if flat.numel() > 0]
-        total = self._measured(norm_type)
+        planned = self._slots.plan.parameters
+        grads = [self._slots.view(i) for i in planned if self._params[i].grad is not None]
+        total = self._measured(norm_type) if untouched and len(grads) == len(planned) else None
         if total is None:
-            total = self._norm_of(flats, norm_type)
+            total = self._norm_of(self._flats() if len(grads) == len(planned) else grads, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped; pass "
@@ -54,9 +54,8 @@ class MeansNorm:
             )
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         if self._gpus is not None or not bool(factor == 1.0):  # on a GPU the host does not wait to see
-            for flat in flats:
-                flat.mul_(factor)
-            torch.autograd.graph.increment_version(self._views())
+            # Not the buckets: a factor that is no number would stay in what lies between the gradients.
+            torch._foreach_mul_(grads, factor)
         return total
 
     def _measured(self, norm_type: float) -> torch.Tensor | None:
@@ -72,28 +71,27 @@ class MeansNorm:
         self._gpus.stream.follow(self._gpus.current_stream())  # the next iteration's sum begins after this was read
         return total
 
-    def _norm_of(self, flats: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    def _norm_of(self, tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """In fp32 at least: a sum in bfloat16 has two digits."""
-        dtype = self._widest()
-        norms = [torch.linalg.vector_norm(flat, norm_type, dtype=dtype) for flat in flats]
-        device = self._params[0].device
-        return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
+        present = [tensor for tensor in tensors if tensor.numel() > 0]
+        if not present:
+            return torch.zeros((), device=self._params[0].device)
+        norms = torch._foreach_norm(present, norm_type, dtype=self._widest())
+        return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+    def _flats(self) -> list[torch.Tensor]:
+        return [flat for memory in self._slots.memories for flat in memory.gradient_flats]
 
     def _widest(self) -> torch.dtype:
-        wide = any(memory.flat.dtype == torch.float64 for memory in self._slots.memories)
-        return torch.float64 if wide else torch.float32
+        return torch.float64 if any(flat.dtype == torch.float64 for flat in self._flats()) else torch.float32
 
-    def _are_all_in_buckets(self) -> bool:
+    def _are_in_buckets(self) -> bool:
+        """Whether each gradient that there is, is the view of its slot, of real numbers."""
         for index in self._slots.plan.parameters:
             grad = self._params[index].grad
-            if grad is not self._slots.views[index] and not (grad is None and index in self._unused):
-                return False
-            if grad is not None and grad.is_complex():
+            if grad is not None and (grad is not self._slots.views[index] or grad.is_complex()):
                 return False
         return all(self._params[index].grad is None for index in self._slots.slotless)
 
-    def _views(self) -> list[torch.Tensor]:
-        return [self._slots.view(index) for index in self._slots.plan.parameters]
-
     def _versions_now(self) -> list[int]:
-        return [view._version for view in self._views()]
+        return [self._slots.view(index)._version for index in self._slots.plan.parameters]

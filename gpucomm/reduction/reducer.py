@@ -413,8 +413,9 @@ class Reducer:
             self._usage.check(verdict, self.slots.expected())
         if not self.agreement.joined:
             self._means.install(verdict, factor, self.comm)
-            self.norm.note(verdict, plain=self._means.are_plain and not second and factor == 1.0)
             self.finite.note_installed(self.params)
+        is_plain = self.comm_hooks is None and self._means.are_plain and not second and factor == 1.0
+        self.norm.note(is_plain and not self.agreement.joined)
         if not self.slots.is_final and self.slots.next_plan is None:
             self.slots.plan_ready_order(self.comm, verdict)
 

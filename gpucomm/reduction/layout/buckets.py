@@ -251,7 +251,7 @@ class BucketMemory:
 
     def scale(self, factor: float) -> None:
         """Multiplies the gradients, where they lie."""
-        for flat in (self.flat, *self._unpacked_flats):
+        for flat in self.gradient_flats:
             if flat.is_floating_point():
                 flat.mul_(factor)
 
