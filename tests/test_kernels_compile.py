@@ -111,7 +111,8 @@ def test_the_host_compiler_takes_the_kernels_without_a_warning(tmp_path):
     flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Wshadow", "-Wno-unknown-pragmas", "-Werror"]
     source = vendor.ROOT / "tests/fake_cuda/driver/host_kernels.cpp"
     out = str(tmp_path / "kernels.o")
-    command = [compiler, *flags, f"-I{vendor.ROOT / 'csrc'}", "-c", str(source), "-o", out]
+    folders = [f"-I{vendor.ROOT / folder}" for folder in ("csrc", "tests")]
+    command = [compiler, *flags, *folders, "-c", str(source), "-o", out]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert ran.returncode == 0, ran.stderr
 

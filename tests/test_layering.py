@@ -23,7 +23,7 @@ TORCH_PRIVATE = {
     "_C", "_allgather_base", "_assign_modules_buffers", "_build_params_for_reducer", "_cdata", "_check_default_group",
     "_cuda_getCurrentRawStream",
     "_check_input_dim", "_check_non_zero_input_channels", "_check_sync_bufs_post_fwd", "_check_sync_bufs_pre_fwd",
-    "_current_graph_task_id", "_device_types", "_execution_engine", "_fp_param", "_get_backend",
+    "_current_graph_task_id", "_device_types", "_execution_engine", "_foreach_mul_", "_foreach_norm", "_fp_param", "_get_backend",
     "_get_process_group_store", "_get_sequence_number_for_group", "_in_backward_optimizers", "_inside_ddp_forward",
     "_join_config", "_lazy_init", "_mp_param", "_nnz", "_parameters", "_post_accumulate_grad_hooks", "_timeout",
     "_values", "_version", "_will_engine_execute_node", "_world",

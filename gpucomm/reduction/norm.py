@@ -1,7 +1,7 @@
 """The norm of all means together, for clipping: from whole buckets, not tensor by tensor.
 
-Where every `.grad` is the mean that the last reduction left, the buckets hold all of them and zeros between: torch takes
-the norm of each bucket, a handful of launches. On a GPU each bucket's squares can be summed up right after its
+Where every `.grad` is the mean that the last reduction left, the buckets hold all of them and zeros between: torch
+takes the norm of each bucket, a handful of launches. On a GPU each bucket's squares can be summed up right after its
 reduction, beside the rest of backward. That sum is the norm only as long as nobody has written to a gradient, which
 nothing tells: GradScaler.unscale_, collectives and `.data` leave no trace. So the program has to say so.
 """
