@@ -33,7 +33,7 @@ test-clients:  ## Accelerate, transformers and Lightning over ours (installs the
 
 # What parameters on a GPU go through, with stand-ins for the CUDA driver and NCCL (tests/fake_cuda).
 OVER_FAKE_GPU := ddp ddp_backward ddp_parameters unused nonfinite means wire_dtype program_grads buffers second_order comm_hooks \
-  clip transport communicator failures sync_batch_norm mesh pipeline surface torch_optimizers
+  clip transport communicator failures pipeline surface torch_optimizers
 
 test-fake-gpu:  ## the suites of transports and DistributedDataParallel on a GPU that is a stand-in (5 minutes)
 	@$(SETUP) package test
