@@ -1,7 +1,7 @@
 """The norm of all means together, for clipping: from whole buckets, not tensor by tensor.
 
-Where every `.grad` is the mean that the last reduction left, the buckets hold all of them and zeros between: torch takes
-the norm of each bucket, a handful of launches. On a GPU each bucket's squares can be summed up right after its
+Where every `.grad` is the mean that the last reduction left, the buckets hold all of them and zeros between: torch
+takes the norm of each bucket, a handful of launches. On a GPU each bucket's squares can be summed up right after its
 reduction, beside the rest of backward. That sum is the norm only as long as nobody has written to a gradient, which
 nothing tells: GradScaler.unscale_, collectives and `.data` leave no trace. So the program has to say so.
 """
@@ -53,7 +53,7 @@ class MeansNorm:
                 "error_if_nonfinite=False to scale them by it all the same"
             )
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        if self._gpus is not None or not bool(factor == 1.0):  # on a GPU the host does not wait to see
+        if grads and (self._gpus is not None or not bool(factor == 1.0)):  # on a GPU the host does not wait to see
             # Not the buckets: a factor that is no number would stay in what lies between the gradients.
             torch._foreach_mul_(grads, factor)
         return total
