@@ -205,6 +205,18 @@ def test_what_a_slot_without_a_gradient_holds_is_neither_counted_nor_scaled():
     run_ranks(body, 2)
 
 
+@pytest.mark.parametrize("max_norm", [1.0, -1.0])
+def test_without_gradients_the_norm_is_zero(max_norm):
+    def body(rank, world):
+        ours = Ours(mlp())
+        assert check(ours, max_norm).item() == 0
+        step(ours, rank, 0)
+        ours.zero_grad()
+        assert check(ours, max_norm).item() == 0
+
+    run_ranks(body, 1)
+
+
 def test_wide_gradients_that_travel_in_fp32():
     def body(rank, world):
         ours = Ours(mlp().double(), mixed_precision=_MixedPrecision(reduce_dtype=torch.float32))

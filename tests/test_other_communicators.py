@@ -15,6 +15,7 @@ from gradients import same_on_all_ranks
 from ranks import run_ranks
 
 from gpucomm import DistributedDataParallel as Ours
+from gpucomm import NcclOptions
 
 WIDTH = 16
 ROOMY, CROWDED = "slots n=2", "slots n=1"
@@ -235,6 +236,42 @@ def test_what_one_rank_alone_uses_keeps_the_order_where_buckets_wait_for_the_end
     assert [found for found, _ in waiting] == [set()] * 2
     assert overlapping[0][1] > 0
     assert [launched for _, launched in waiting] == [0, 0]
+
+
+class FirstGradientDiffers(torch.nn.Module):
+    """One rank alone uses the layer whose gradient comes first, before a collective of the program's. Gradients come in
+    another order than parameters do, so that the second iteration has buckets of other sizes."""
+
+    def __init__(self, others, uses_tail):
+        super().__init__()
+        torch.manual_seed(0)
+        self.others, self.uses_tail = others, uses_tail
+        self.widened = torch.nn.Linear(WIDTH + 5, WIDTH)
+        self.tail = torch.nn.Linear(WIDTH, WIDTH)
+        self.head = torch.nn.Linear(WIDTH, WIDTH)
+        self.middle = torch.nn.Linear(WIDTH, WIDTH + 5)
+
+    def forward(self, x):
+        x = InBackward.apply(self.widened(self.middle(self.head(x))), self.others)
+        return self.tail(x) if self.uses_tail else x
+
+
+@pytest.mark.parametrize("nccl_options", [None, NcclOptions(register_buffers=True)], ids=["", "registered"])
+def test_a_new_plan_launches_nothing_early_where_buckets_wait_for_the_end_of_backward(nccl_options):
+    def body(rank, world):
+        with beside_others(rank, world) as others:
+            model = FirstGradientDiffers(others, uses_tail=rank == 1)
+            ours = Ours(
+                model, bucket_cap_mb=0.0025, find_unused_parameters=True, overlap=False, nccl_options=nccl_options
+            )
+            sizes = {bucket.numel for bucket in ours._reduction.plan.buckets}
+            for iteration in range(4):
+                ours.zero_grad()
+                ours(batch(iteration)).square().mean().backward()
+            assert {bucket.numel for bucket in ours._reduction.plan.buckets} - sizes
+            same_on_all_ranks(p.grad for p in ours.parameters())
+
+    run_ranks(body, 2)
 
 
 def test_buckets_wait_by_themselves_where_ranks_may_differ_and_the_group_is_a_part_of_all():

@@ -53,7 +53,7 @@ class MeansNorm:
                 "error_if_nonfinite=False to scale them by it all the same"
             )
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        if self._gpus is not None or not bool(factor == 1.0):  # on a GPU the host does not wait to see
+        if grads and (self._gpus is not None or not bool(factor == 1.0)):  # on a GPU the host does not wait to see
             # Not the buckets: a factor that is no number would stay in what lies between the gradients.
             torch._foreach_mul_(grads, factor)
         return total

@@ -266,6 +266,7 @@ class Reducer:
         self.finite.forget()
         if self.slots.apply_next():
             self._hooks.set_layouts(self.slots.views, self.slots.wire)
+            self.slots.warm_up()
         self.slots.free()
         if self.comm_hooks is not None:
             self.comm_hooks.hold_back()

@@ -67,8 +67,7 @@ class RegisteredArena(GpuArena):
 
     def _block(self, nbytes: int) -> _core.Memory:
         if self._memory is not None:
-            self._gpus.stream.follow(self._gpus.current_stream())
-            self._gpus.stream.synchronize()  # the last plan's work
+            self._gpus.stream.synchronize()  # the last plan's work: none of it is the program's own
         if self._memory is not None and self._memory.nbytes >= nbytes:  # alike on all ranks, whose plans are the same
             self._gpus.transport.clear(self._memory)  # what lies between slots is zero
         else:

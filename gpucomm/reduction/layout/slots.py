@@ -64,6 +64,7 @@ class Slots:
         self._next_specs: list[ParameterSpec] = []
         self.plan_next(plan or self._registration_order_plan())
         self.apply_next()
+        self._arena.warm_up(self.memories)
 
     # ---- the plan in force
 
@@ -93,8 +94,13 @@ class Slots:
         for memory in self.memories:
             self._take_views(memory)
         self.slotless = [index for index, view in enumerate(self.views) if view is None]
-        self._arena.warm_up(self.memories)
         return True
+
+    def warm_up(self) -> None:
+        """After apply_next(): collective. Not where buckets wait for the end of backward: ranks may begin theirs at
+        different points then, with collectives of the program between, before which nothing may be launched."""
+        if not self.held:
+            self._arena.warm_up(self.memories)
 
     def _take_views(self, memory: BucketMemory) -> None:
         for parameter in list(memory.views):
