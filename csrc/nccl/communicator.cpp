@@ -315,6 +315,7 @@ void Communicator::end(bool abort) noexcept {
   const std::lock_guard lock(mutex_);
   if (ended_ || !comm_) return;
   ended_ = true;
+  options_.peers.clear();  // nothing is watched any more
   try {
     Ending ending{options_.api,           options_.device,    inside_, comm_, abort,
                   std::move(registered_), std::move(events_), {},      {}};

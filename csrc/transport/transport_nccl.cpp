@@ -57,6 +57,7 @@ NcclTransport::NcclTransport(NcclOptions options)
     : Transport(options.rank, options.size, options.global_ranks), options_(std::move(options)) {
   comm_ = nccl::Communicator::make(communicator_options(options_));
   options_.parent.reset();
+  options_.peers.clear();
 }
 
 NcclTransport::~NcclTransport() = default;
