@@ -62,6 +62,32 @@ class TorchCuda:
 gpu = TorchCuda()
 
 
+# ---- of this process, whoever uses its GPUs
+
+
+def is_in_use() -> bool:
+    """Whether this process has begun to use a GPU: one that is forked from it then cannot."""
+    return torch.cuda.is_initialized()
+
+
+def device_count() -> int:
+    return torch.cuda.device_count()
+
+
+def choose(ordinal: int) -> None:
+    """Makes it the device that tensors are made on from now on, if only "cuda" is said."""
+    torch.cuda.set_device(ordinal)
+
+
+def generator_states() -> list[torch.Tensor] | None:
+    """Of every GPU's generator of random numbers; None if none is in use."""
+    return torch.cuda.get_rng_state_all() if is_in_use() else None
+
+
+def restore_generators(states: list[torch.Tensor]) -> None:
+    torch.cuda.set_rng_state_all(states)
+
+
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself in host memory, or a copy there of one on a GPU, for which the host waits."""
     return gpu.on_host(tensor) if gpu.serves(tensor.device) else tensor

@@ -17,12 +17,12 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from gpucomm import cuda
 from gpucomm.errors import PeerFailed
 from gpucomm.launched import Task, be_rank, first_error, value_of
 from gpucomm.world import environment
@@ -78,7 +78,7 @@ def launch(fn: Callable[..., T], *args: Any, nprocs: int | None = None) -> T:
         RuntimeError: this process is a rank itself.
     """
     count, with_devices = _ranks(nprocs)
-    method = "spawn" if torch.cuda.is_initialized() else "fork"
+    method = "spawn" if cuda.is_in_use() else "fork"
     _check(fn, args, method)
     with tempfile.TemporaryDirectory(prefix="gpucomm-") as folder, _surroundings():
         task = Task(fn, args, count, Path(folder), with_devices, forked=method == "fork")
@@ -97,7 +97,7 @@ def launch(fn: Callable[..., T], *args: Any, nprocs: int | None = None) -> T:
 
 def _ranks(nprocs: int | None) -> tuple[int, bool]:
     """How many ranks, and whether each has a device."""
-    devices = torch.cuda.device_count()
+    devices = cuda.device_count()
     if nprocs is None:
         if not devices:
             raise ValueError("nprocs is None and this machine has no CUDA device: accepted is a number of CPU ranks")

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from gpucomm import cuda
 from gpucomm.errors import CommTimeout, PeerFailed, StepFailed, text_of
 
 # How long a rank that does not notice Ctrl-C may go on, and one that failed because of a peer waits for the peer's own
@@ -79,7 +80,7 @@ def be_rank(task: Task) -> bytes | None:
 
 def _call(task: Task, rank: int) -> bytes | None:
     if task.with_devices:
-        torch.cuda.set_device(rank)
+        cuda.choose(rank)
     store, _, _ = next(rendezvous("env://"))
     backend = "cpu:gloo,cuda:nccl" if task.with_devices else "gloo"
     dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=task.size)

@@ -151,6 +151,15 @@ def test_the_engine_neither_prints_nor_exits_nor_reads_the_environment(path):
     assert wrong_calls(path.read_text()) == []
 
 
+def test_only_cuda_py_touches_torch_cuda_and_it_is_small():
+    def uses(tree):
+        return any(isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda" for node in ast.walk(tree))
+
+    users = [name(path) for path in python_files() if uses(ast.parse(path.read_text()))]
+    assert users == ["gpucomm/cuda.py"]
+    assert len((PACKAGE / "cuda.py").read_text().splitlines()) < 150
+
+
 def test_every_source_lies_in_a_layer():
     strangers = [name(path) for path in cpp_files() if path.relative_to(CSRC).parts[0] not in CPP_LAYERS]
     assert strangers == []

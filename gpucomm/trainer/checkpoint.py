@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from gpucomm import cuda
 from gpucomm.trainer.files import write_atomically
 
 
@@ -160,8 +161,8 @@ def check_model(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
 def generator_states() -> dict[str, Any]:
     """The states of every generator that training draws from by default: Python's, torch's, NumPy's if it is loaded."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
+    if (of_gpus := cuda.generator_states()) is not None:
+        states["cuda"] = of_gpus
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
         states["numpy"] = [str(name), keys.tolist(), *(float(x) if isinstance(x, float) else int(x) for x in rest)]
@@ -173,6 +174,6 @@ def restore_generators(states: dict[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss_next))
     torch.set_rng_state(states["torch"])
     if "cuda" in states:
-        torch.cuda.set_rng_state_all(states["cuda"])
+        cuda.restore_generators(states["cuda"])
     if "numpy" in states and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(tuple(states["numpy"]))
