@@ -1,5 +1,6 @@
 """Collectives on arrays in host memory and on GPUs, for programs that want more than a wrapped model."""
 
+import operator
 from collections.abc import Collection, Sequence
 from datetime import timedelta
 
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gpucomm import _core, cuda
+from gpucomm.errors import CommTimeout
 from gpucomm.gpus import Gpus, Shrinking, connect
 from gpucomm.nccl_options import NcclOptions
 from gpucomm.transport import Transport, flat_tensor
@@ -143,20 +145,23 @@ class Communicator(_core.CommunicatorBase):
         On GPUs NCCL makes it from this one's (ncclCommShrink, 2.27.3 and later) while that works, else anew.
 
         Raises ValueError for ranks that are none, for all of them, and for this rank; RuntimeError for a communicator
-        that is closed or has no process group of its own.
+        that is closed or has no process group of its own; CommTimeout if those that remain do not all come to exclude
+        the same ranks.
         """
         if self._origin is None or self._transport is None:
             raise RuntimeError("shrink: this communicator is closed, or part of a DistributedDataParallel")
-        gone = sorted(set(exclude))
-        if not gone or gone[0] < 0 or gone[-1] >= self.world_size or self.rank in gone:
-            raise ValueError(
-                f"shrink: exclude is {gone}, accepted are ranks of 0 to {self.world_size - 1} but this one, {self.rank}"
-            )
+        gone = self._ranks_in(exclude)
         if not isinstance(self._origin.transport, str):
             raise ValueError("shrink: a transport object serves one group only; make a communicator with another")
         stay = [rank for at, rank in enumerate(self._origin.global_ranks) if at not in gone]
         timeout = timedelta(seconds=self._origin.timeout_s)
-        group = dist.new_group(stay, timeout, use_local_synchronization=True)
+        try:
+            group = dist.new_group(stay, timeout, use_local_synchronization=True)
+        except dist.DistStoreError as error:
+            text = (
+                f"shrink: not all of ranks {stay} came within {timeout.total_seconds():g} s, each to exclude the others"
+            )
+            raise CommTimeout(text, []) from error
         with withdrawing(group):
             world = World.of(group, timeout, self._origin.transport)
         made = Communicator.__new__(Communicator)
@@ -165,6 +170,20 @@ class Communicator(_core.CommunicatorBase):
             options, shrinking = self._gpus.options, Shrinking(self._gpus, gone)
         made._connect(world, options, shrinking)
         return made
+
+    def _ranks_in(self, exclude: Collection[int]) -> list[int]:
+        """Sorted. Raises ValueError for what shrink() does not accept."""
+        try:
+            gone = sorted({operator.index(rank) for rank in exclude if not isinstance(rank, bool)})
+            is_right = len(gone) == len(set(exclude)) > 0 and gone[0] >= 0 and gone[-1] < self.world_size
+        except TypeError:
+            is_right = False
+        if not is_right or self.rank in gone:
+            raise ValueError(
+                f"shrink: exclude is {exclude!r}, accepted are ranks of 0 to {self.world_size - 1} but this one, "
+                f"{self.rank}"
+            )
+        return gone
 
     def close(self) -> None:
         """Lets go of the transport; a peer that still waits for this rank gets PeerFailed. Idempotent."""

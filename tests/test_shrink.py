@@ -13,7 +13,7 @@ from fake_cuda.shim import values
 from ranks import run_ranks
 
 from gpucomm import Communicator, NcclOptions
-from gpucomm.errors import CommError
+from gpucomm.errors import CommError, CommTimeout
 
 
 def sums(comm, rank):
@@ -107,9 +107,19 @@ def test_on_gpus_one_that_failed_is_made_anew(fake_cuda):
 def test_what_cannot_be_excluded_is_refused():
     def body(rank, world):
         comm = Communicator()
-        for exclude in ([], [rank], [2], [-1]):
+        for exclude in ([], [rank], [2], [-1], [1.0 - rank], [not rank], [str(1 - rank)], 1 - rank, None):
             raises(ValueError, "shrink: exclude is", lambda exclude=exclude: comm.shrink(exclude))
         comm.close()
         raises(RuntimeError, "shrink: this communicator is closed", lambda: comm.shrink([1 - rank]))
 
     run_ranks(body, 2)
+
+
+def test_ranks_that_exclude_others_than_their_peers_learn_it_within_the_timeout():
+    def body(rank, world):
+        with Communicator(timeout=2) as comm:
+            if rank < 2:
+                raises(CommTimeout, "shrink: not all of ranks", lambda: comm.shrink([2 - 2 * rank]))
+            dist.barrier()
+
+    run_ranks(body, 3)
