@@ -13,7 +13,7 @@ CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "gpucomm"
 
 # A layer includes itself and those before it.
-CPP_LAYERS = ("core", "kernels", "cuda", "nccl", "transport", "engine", "bindings")
+CPP_LAYERS = ("core", "kernels", "cuda", "nccl", "transport", "engine", "optim", "bindings")
 # Suffixes of files that are compiled, or included, for one architecture or instruction set only.
 ARCHITECTURES = ("_x86", "_aarch64", "_avx2", "_avx512", "_f16c", "_neon")
 

@@ -13,5 +13,6 @@ void bind_communicator(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
 void bind_kernels(pybind11::module_& module);
 void bind_grad_hook(pybind11::module_& module);
+void bind_optim(pybind11::module_& module);
 
 }  // namespace gpucomm

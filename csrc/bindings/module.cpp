@@ -13,5 +13,6 @@ PYBIND11_MODULE(_core, module) {
   gpucomm::bind_engine(module);
   gpucomm::bind_grad_hook(module);
   gpucomm::bind_kernels(module);
+  gpucomm::bind_optim(module);
   module.attr("isa") = std::string(gpucomm::kernels().isa);
 }

@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "core/types.h"
+#include "kernels/step.h"
 
 namespace gpucomm {
 
@@ -36,6 +37,8 @@ struct Kernels {
   int64_t (*first_nonfinite[4])(const void* src, size_t numel);
   // 64 bits that depend on every byte and on their order; of any alignment. See checksum_lanes.h.
   uint64_t (*checksum)(const void* src, size_t bytes);
+  // [0]: computed in fp32, for parameters of 16 and 32 bits; [1]: in fp64. See step.h.
+  StepKernel step[2][kStepRuleCount];
 };
 
 // The best table this machine can run.

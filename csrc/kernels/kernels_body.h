@@ -1,6 +1,6 @@
-// The one source of the reduce, pack, first_nonfinite and checksum kernels, compiled once for each instruction set: the
-// including file defines GPUCOMM_KERNEL_TABLE (the table to fill) and GPUCOMM_KERNEL_ISA (its name) and includes the
-// half_rows_*.h of its choice.
+// The one source of the reduce, pack, first_nonfinite, checksum and (in step_body.h) step kernels, compiled once for
+// each instruction set: the including file defines GPUCOMM_KERNEL_TABLE (the table to fill) and GPUCOMM_KERNEL_ISA (its
+// name) and includes the half_rows_*.h of its choice.
 //
 // [Note: one instruction set per file] Everything here has internal linkage and nothing calls an inline function or a
 // template of the standard library: the linker keeps one copy of such a function for the whole program, and that copy
@@ -14,6 +14,7 @@
 
 #include "kernels/checksum_lanes.h"
 #include "kernels/kernel_tables.h"
+#include "kernels/step_body.h"
 
 namespace gpucomm {
 namespace {
@@ -360,6 +361,7 @@ constexpr Kernels GPUCOMM_KERNEL_TABLE = {
     {first_nonfinite<uint16_t, 10>, first_nonfinite<uint16_t, 7>, first_nonfinite<uint32_t, 23>,
      first_nonfinite<uint64_t, 52>},
     checksum,
+    {GPUCOMM_STEP_RULES(float), GPUCOMM_STEP_RULES(double)},
 };
 
 }  // namespace gpucomm
