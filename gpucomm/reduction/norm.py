@@ -56,6 +56,8 @@ class MeansNorm:
         if grads and (self._gpus is not None or not bool(factor == 1.0)):  # on a GPU the host does not wait to see
             # Not the buckets: a factor that is no number would stay in what lies between the gradients.
             torch._foreach_mul_(grads, factor)
+            torch.autograd.graph.increment_version(grads)
+            self._versions = None
         return total
 
     def _measured(self, norm_type: float) -> torch.Tensor | None:
