@@ -57,6 +57,7 @@ class MeansNorm:
             # Not the buckets: a factor that is no number would stay in what lies between the gradients.
             torch._foreach_mul_(grads, factor)
             torch.autograd.graph.increment_version(grads)
+            self._versions = None
         return total
 
     def _measured(self, norm_type: float) -> torch.Tensor | None:
