@@ -101,6 +101,7 @@ def connect(
         peers=_peers(everybody, world),
         **parent,
     )
+    stream.watch(transport)
     return Gpus(device, stream, kernels, transport, cuda.gpu.current_stream(ordinal), options)
 
 

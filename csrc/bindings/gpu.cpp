@@ -115,6 +115,14 @@ void bind_gpu(py::module_& module) {
           },
           py::arg("stream"), "orders what is enqueued here after what is enqueued there by now")
       .def(
+          "watch",
+          [](CudaStream& s, const std::shared_ptr<NcclTransport>& transport) {
+            s.watch([watched = std::weak_ptr(transport)] {
+              if (const auto alive = watched.lock()) alive->check_failure();
+            });
+          },
+          py::arg("transport"), "a wait of the host for this stream ends, and raises, with what the transport noticed")
+      .def(
           "synchronize", [](CudaStream& s) { s.synchronize(s.record()); }, "the host waits for all of its work")
       .def_property_readonly("handle", [](const CudaStream& s) { return reinterpret_cast<uintptr_t>(s.handle()); })
       .def(

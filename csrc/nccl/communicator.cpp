@@ -174,26 +174,32 @@ void init_now(CommunicatorOptions& options, const std::shared_ptr<Init>& init) {
   } catch (...) {
     failure = std::current_exception();
   }
-  const std::lock_guard lock(init->mutex);
-  init->comm = comm;
-  init->failure = failure;
-  if (comm && (init->given_up || failure)) options.api->comm_abort(comm);
+  bool is_wanted = false;
+  {
+    const std::lock_guard lock(init->mutex);
+    is_wanted = !init->given_up && !failure;
+    init->comm = is_wanted ? comm : nullptr;
+    init->failure = failure;
+  }
+  if (comm && !is_wanted) options.api->comm_abort(comm);  // which may hang
 }
 
 }  // namespace
 
 void Communicator::initialise() {
   const auto init = std::make_shared<Init>();
+  // False: it has just come to its end.
   const auto give_up = [&] {
     const std::lock_guard lock(init->mutex);
     init->given_up = true;
+    return init->comm == nullptr;
   };
   const auto thread = Background::start(options_, [init](CommunicatorOptions& options) { init_now(options, init); });
   const auto deadline = Clock::now() + seconds(options_.timeout_s);
   Embedder* embedder = options_.embedder;
   for (bool done = false; !done;) {
     if (Clock::now() >= deadline) {
-      give_up();
+      if (!give_up()) break;
       throw CommTimeout({}, options_.timeout_s,
                         "NCCL's initialisation (" + where(options_) +
                             "; check that every rank got here, and that NCCL_SOCKET_IFNAME names an interface by which "
@@ -205,7 +211,8 @@ void Communicator::initialise() {
     try {
       if (embedder) embedder->check_interrupt();
     } catch (...) {
-      give_up();
+      comm_ = give_up() ? nullptr : init->comm;
+      end(true);
       throw;
     }
   }
