@@ -8,6 +8,7 @@ element, and nothing else.
 """
 
 import argparse
+
 import torch
 from harness import Sampler, Series, World, base_parser, calibrate, interleave, main, ratio, rounds_within
 from models import build
