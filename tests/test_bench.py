@@ -309,3 +309,10 @@ def test_the_least_time_of_a_step_is_the_later_of_two_bounds(bench, first_ns, la
     wire = {"latency": series(50.0), "bandwidth": series(4050.0)}
     found = network.Measured({"ours": series(0.0), **wire}, [ranks], [1_000_000, 2_000_000, 1_000_000])
     assert network.least_us(found).item() == pytest.approx(expected_us)
+
+
+def test_optim_bench_checks_the_steps_of_every_arm(tmp_path):
+    found = records(tmp_path, "bench_optim.py")
+    assert arms_of(found, what="flat") == {"memory", "fused", "foreach", "ours"}
+    for what in ("1000 x 1000", "mlp16.8m"):
+        assert arms_of(found, what=what) == {"fused", "foreach", "ours"}

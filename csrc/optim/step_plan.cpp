@@ -33,6 +33,18 @@ StepSlice part_of(const StepSlice& whole, size_t begin, size_t end) {
   return part;
 }
 
+// The beginning of a small parameter's arrays, on its way into the cache while its predecessor is stepped: hardware
+// follows an array, but not from one to the next.
+void fetch_ahead(const StepEntry& entry) {
+  constexpr size_t kLine = 64, kMostBytes = 2048;
+  const StepSlice& arrays = entry.arrays;
+  for (const void* array : {arrays.param, arrays.grad, arrays.state[0], arrays.state[1]}) {
+    if (array == nullptr) continue;
+    const size_t bytes = std::min(arrays.numel * size_of(arrays.param_dtype), kMostBytes);
+    for (size_t at = 0; at < bytes; at += kLine) __builtin_prefetch(static_cast<const char*>(array) + at, 0, 2);
+  }
+}
+
 StepKernel kernel_for(const Kernels& table, StepRule rule, const StepSlice& arrays) {
   return table.step[arrays.param_dtype == DType::kFloat64 ? 1 : 0][static_cast<int>(rule)];
 }
@@ -128,6 +140,7 @@ void StepPlan::each_part(size_t item, size_t item_numel, const Body& body) {
     const size_t numel = work->entry->arrays.numel;
     const size_t begin = from <= work->begin ? 0 : cut_at(from - work->begin, numel);
     const size_t end = cut_at(to - work->begin, numel);
+    if (work + 1 != work_.end()) fetch_ahead(*work[1].entry);
     if (begin < end) body(*work, begin, end);
   }
 }
