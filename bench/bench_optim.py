@@ -22,6 +22,7 @@ COLUMNS = {"what": 12, "numel": 9, "tensors": 7, "arm": 8, "us": 8, "p10": 8, "p
 COLUMNS |= {"fused/": 7, "p10 ": 7, "p90 ": 7, "rounds": 6, "#wrong": 6}
 BYTES = 28  # of an element: gradient, parameter and two moments are read, the last three written
 SAMPLE_US = 20_000.0
+CHECKED = 1000  # elements of a parameter
 
 
 def flat(quick: bool) -> list[nn.Parameter]:
@@ -48,11 +49,12 @@ def optimizer_for(make: type, options: dict, params: list[nn.Parameter]) -> torc
 
 
 def step_sampler(name: str, optimizer: torch.optim.Optimizer) -> Sampler:
-    """Steps; the check replays as many with torch's plain AdamW on the first parameters."""
-    checked = optimizer.param_groups[0]["params"][:3]
-    twins = [nn.Parameter(param.detach().clone()) for param in checked]
-    for twin, param in zip(twins, checked, strict=True):
-        twin.grad = param.grad
+    """Steps; the check replays as many with torch's plain AdamW on the first elements of the first parameters."""
+    params = optimizer.param_groups[0]["params"][:3]
+    checked = [param.detach().flatten()[:CHECKED] for param in params]
+    twins = [nn.Parameter(part.clone()) for part in checked]
+    for twin, param in zip(twins, params, strict=True):
+        twin.grad = param.grad.flatten()[:CHECKED].clone()
     reference = torch.optim.AdamW(twins, foreach=False, fused=False)
 
     def check(steps: int) -> int:
@@ -74,7 +76,7 @@ def memory_sampler(optimizer: AdamW) -> Sampler:
     before: list[torch.Tensor] = []
 
     def prepare() -> None:
-        before[:] = [array.clone() for array in (weights, first, second)]
+        before[:] = [array[:CHECKED].clone() for array in (weights, first, second)]
 
     def run() -> None:
         weights.add_(0)
@@ -82,7 +84,8 @@ def memory_sampler(optimizer: AdamW) -> Sampler:
         second.add_(0)
 
     def check(_: int) -> int:
-        return sum(int((a != b).sum()) for a, b in zip((weights, first, second), before, strict=True))
+        arrays = zip((weights, first, second), before, strict=True)
+        return sum(int((array[:CHECKED] != old).sum()) for array, old in arrays)
 
     return Sampler("memory", prepare, run, check)
 
