@@ -8,6 +8,7 @@ if find_spec("gpucomm._core") is None:
         "another folder, use .venv/bin/python after `make train`, or build it in place with `make dev`"
     )
 
+from gpucomm import optim
 from gpucomm.communicator import Communicator
 from gpucomm.ddp import DistributedDataParallel
 from gpucomm.errors import (
@@ -51,5 +52,6 @@ __all__ = [
     "__version__",
     "install",
     "launch",
+    "optim",
     "uninstall",
 ]

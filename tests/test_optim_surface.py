@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -406,3 +408,9 @@ def test_state_is_flat_and_counts_are_tensors(cls):
     for key in cls.rule.required:
         assert len({optimizer.state[param][key].untyped_storage().data_ptr() for param in params}) == 1
     assert all(float(optimizer.state[param]["step"]) == 3 for param in params)
+
+
+def test_they_come_with_the_package():
+    script = "import gpucomm; print(gpucomm.optim.AdamW.__name__)"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout == "AdamW\n"
