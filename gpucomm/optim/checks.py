@@ -9,6 +9,11 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
+def options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A group's defaults: what a constructor was given, by name, but for the parameters. arguments: its locals()."""
+    return {name: value for name, value in arguments.items() if name not in ("self", "params", "__class__")}
+
+
 def number(name: str, value: float | Tensor) -> float:
     """The value of an option that may be a tensor of one element."""
     if isinstance(value, Tensor) and value.numel() != 1:

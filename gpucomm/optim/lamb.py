@@ -40,22 +40,7 @@ class LAMB(FusedOptimizer):
         rounding_seed: int = 0,
         zero_grad_in_step: bool = False,
     ):
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "master_weights": master_weights,
-            "stochastic_rounding": stochastic_rounding,
-            "rounding_seed": rounding_seed,
-            "zero_grad_in_step": zero_grad_in_step,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, checks.options(locals()))
 
     def _check_group(self, group: dict[str, Any]) -> None:
         checks.check_rates(group)
